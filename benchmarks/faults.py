@@ -44,7 +44,13 @@ class Fault:
         pattern = re.compile(r"\s+".join(map(re.escape, self.old.split())))
         matches = [
             (file, text, len(pattern.findall(text)))
-            for file in (sorted(where.rglob("*.py")) if where.is_dir() else [where] if where.is_file() else [])
+            for file in (
+                sorted(where.rglob("*.py"))
+                if where.is_dir()
+                else [where]
+                if where.is_file()
+                else []
+            )
             if pattern.search(text := file.read_text(encoding="utf-8"))
         ]
         if sum(count for *_, count in matches) != 1:
@@ -55,12 +61,18 @@ class Fault:
 
 def faults() -> list[Fault]:
     areas = tomllib.loads(FAULTS.read_text(encoding="utf-8"))
-    return [Fault(f"{area}.{name}", **entry) for area, entries in areas.items() for name, entry in entries.items()]
+    return [
+        Fault(f"{area}.{name}", **entry)
+        for area, entries in areas.items()
+        for name, entry in entries.items()
+    ]
 
 
 def copy_tree(target: Path) -> None:
     """Copy what git tracks, and link what tests read beside it."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
+    ).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +91,17 @@ def verdict(fault: Fault, copy: Path) -> str:
     before = file.read_text(encoding="utf-8")
     path = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+    ]
     try:
         file.write_text(changed, encoding="utf-8")
         run = subprocess.run(
@@ -93,11 +115,17 @@ def verdict(fault: Fault, copy: Path) -> str:
     first = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, flags=re.MULTILINE)
     if run.returncode == 1 and first:
         return f"noticed by {first[1]}"
-    return "NOT NOTICED" if run.returncode == 0 else f"pytest ended with {run.returncode}: {run.stdout[-300:]}"
+    return (
+        "NOT NOTICED"
+        if run.returncode == 0
+        else f"pytest ended with {run.returncode}: {run.stdout[-300:]}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", default=[""], help="beginnings of names")
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args(argv)

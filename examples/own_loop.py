@@ -33,7 +33,9 @@ PROMPTS, RESPONSES, MAX_TOKENS = 4, 8, 80
 SCHEME = get_scheme("w4a16", group_size=32)
 IGNORE = ("lm_head",)
 # Answers of about 50 tokens need wider bands than the paper's, which are for thousands of tokens.
-BANDS = TBPOConfig(seq_clip_ratio_high=0.01, neg_seq_clip_ratio_low=0.008, neg_seq_clip_ratio_high=0.015)
+BANDS = TBPOConfig(
+    seq_clip_ratio_high=0.01, neg_seq_clip_ratio_low=0.008, neg_seq_clip_ratio_high=0.015
+)
 
 
 def response_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -41,7 +43,9 @@ def response_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     logits = model(input_ids=batch.input_ids, use_cache=False).logits
     rows, tokens = batch.response_mask.nonzero(as_tuple=True)
     before = batch.prompt_lengths[rows] + tokens - 1  # the logits here predict the token
-    log_probs, _ = log_probs_of_logits(logits[rows, before], batch.responses[rows, tokens], temperature=1.0)
+    log_probs, _ = log_probs_of_logits(
+        logits[rows, before], batch.responses[rows, tokens], temperature=1.0
+    )
     return torch.zeros(batch.response_mask.shape).masked_scatter(batch.response_mask, log_probs)
 
 
@@ -54,19 +58,35 @@ def main(argv: Sequence[str]) -> None:
     prompts = load_prompts(DATA, tokenizer=tokenizer, max_prompt_length=32)
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    print(quantize_model(model, scheme=SCHEME, ignore=IGNORE))  # which kernel multiplies, what was left in BF16 and why
-    print(align_model(model, "model"))  # norms, rotary embedding and attention now round as the engine's do
-    optimizer = MasterOptimizer(model.named_parameters(), OptimConfig(lr=1.5e-4), seed=0, total_training_steps=steps)
-    engine = RolloutEngine(EngineConfig(folder, SCHEME, IGNORE, max_model_len=32 + MAX_TOKENS, kv_cache_gib=0.25))
+    print(
+        quantize_model(model, scheme=SCHEME, ignore=IGNORE)
+    )  # which kernel multiplies, what was left in BF16 and why
+    print(
+        align_model(model, "model")
+    )  # norms, rotary embedding and attention now round as the engine's do
+    optimizer = MasterOptimizer(
+        model.named_parameters(), OptimConfig(lr=1.5e-4), seed=0, total_training_steps=steps
+    )
+    engine = RolloutEngine(
+        EngineConfig(folder, SCHEME, IGNORE, max_model_len=32 + MAX_TOKENS, kv_cache_gib=0.25)
+    )
 
-    engine.publish(packed_state_dict(model), version=0)  # the engine starts stale: it generates only after this
+    engine.publish(
+        packed_state_dict(model), version=0
+    )  # the engine starts stale: it generates only after this
     for step in range(steps):
-        chosen = [prompts[(step * PROMPTS + i) % len(prompts)] for i in range(PROMPTS) for _ in range(RESPONSES)]
+        chosen = [
+            prompts[(step * PROMPTS + i) % len(prompts)]
+            for i in range(PROMPTS)
+            for _ in range(RESPONSES)
+        ]
         seeds = [step * len(chosen) + i for i in range(len(chosen))]
         token_ids = [prompt.prompt_token_ids for prompt in chosen]
         rollout = engine.generate(token_ids, SamplingConfig(MAX_TOKENS), seeds)
         texts = tokenizer.batch_decode(rollout.response_token_ids, skip_special_tokens=True)
-        rewards = torch.tensor([arithmetic("", text, p.ground_truth) for text, p in zip(texts, chosen, strict=True)])
+        rewards = torch.tensor(
+            [arithmetic("", text, p.ground_truth) for text, p in zip(texts, chosen, strict=True)]
+        )
         advantages = grpo_advantages(rewards, [i // RESPONSES for i in range(len(chosen))])
         batch = make_batch(rollout, rewards, advantages, pad_token_id=tokenizer.pad_token_id)
 
@@ -75,14 +95,20 @@ def main(argv: Sequence[str]) -> None:
         rollout_log_prob, mask = batch.rollout_log_probs, batch.response_mask
         delta = (old_log_prob - rollout_log_prob)[mask].abs().mean()
         log_prob = response_log_probs(model, batch)
-        loss, statistics = tbpo_loss(log_prob, old_log_prob, rollout_log_prob, advantages, mask, BANDS)
+        loss, statistics = tbpo_loss(
+            log_prob, old_log_prob, rollout_log_prob, advantages, mask, BANDS
+        )
         loss.backward()
         optimizer.accumulate()  # FP32 sums, FP32 master weights
         optimizer.clip_grad_norm(1.0)
         optimizer.step()
-        engine.publish(packed_state_dict(model), version=step + 1)  # the tensors that the next forward multiplies by
+        engine.publish(
+            packed_state_dict(model), version=step + 1
+        )  # the tensors that the next forward multiplies by
         ratio = reduce_metrics([statistics])["actor/seq_ratio_mean"]
-        print(f"step {step + 1}: reward {rewards.mean():.3f}, mean |δ| {delta:.1e}, mean ratio {ratio:.3f}")
+        print(
+            f"step {step + 1}: reward {rewards.mean():.3f}, mean |δ| {delta:.1e}, mean ratio {ratio:.3f}"
+        )
 
 
 if __name__ == "__main__":

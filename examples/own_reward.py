@@ -20,5 +20,7 @@ def short_and_right(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> float:
     """0 for a wrong sum; for the right one 1, less up to 0.5 for each character over `LENGTH`, a hundredth each."""
-    right = arithmetic(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth)
+    right = arithmetic(
+        data_source=data_source, solution_str=solution_str, ground_truth=ground_truth
+    )
     return right * (1 - min(0.5, 0.01 * max(0, len(solution_str) - LENGTH)))

@@ -20,13 +20,25 @@ from qarl.errors import UserError
 COMMANDS = {
     "demo": ("qarl.demo.__main__", "make a tiny model and its data, and train it on this CPU"),
     "train": ("qarl.train", "train a model as a config describes"),
-    "warm-start": ("qarl.warm_start", "make a tiny model, data and a config for a task of your own"),
+    "warm-start": (
+        "qarl.warm_start",
+        "make a tiny model, data and a config for a task of your own",
+    ),
     "doctor": ("qarl.doctor.__main__", "find what would go wrong with a run before it starts"),
-    "diagnose": ("qarl.diagnose.__main__", "show how far trainer and rollout differ for a run, and why"),
+    "diagnose": (
+        "qarl.diagnose.__main__",
+        "show how far trainer and rollout differ for a run, and why",
+    ),
     "export": ("qarl.export", "write a checkpoint of a run as a model folder that vLLM loads"),
     "eval": ("qarl.eval.__main__", "score a run or an exported model, beside BF16 if you like"),
-    "report": ("qarl.report.__main__", "write report.html of a run again, from the files of its folder"),
-    "bench": ("qarl.bench.__main__", "measure kernels, training steps and publishes, or predict them"),
+    "report": (
+        "qarl.report.__main__",
+        "write report.html of a run again, from the files of its folder",
+    ),
+    "bench": (
+        "qarl.bench.__main__",
+        "measure kernels, training steps and publishes, or predict them",
+    ),
 }
 """Name of a command -> (its module, a summary). The module has `main` and `describe`, and imports nothing slow."""
 
@@ -55,7 +67,11 @@ def _command(name: str) -> ModuleType:
         return importlib.import_module(COMMANDS[name][0])
     listing = ", ".join(COMMANDS)
     if "=" in name:
-        raise UserError("the command is missing", where="command line", fix=f"write qarl train {name} (or {listing})")
+        raise UserError(
+            "the command is missing",
+            where="command line",
+            fix=f"write qarl train {name} (or {listing})",
+        )
     from qarl.config.errors import nearest
 
     guess = nearest(name, COMMANDS)

@@ -70,12 +70,20 @@ def fit_terminal(text: str, longest: int = 100) -> str:
     import textwrap
 
     width = max(40, min(longest, shutil.get_terminal_size((longest, 24)).columns))
-    fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
-    columns = ((line, len(re.sub(r"^( *(\S+ {2,})?).*", r"\1", line))) for line in text.splitlines())
-    return "\n".join(fill(line, subsequent_indent=" " * min(column, width // 2)) for line, column in columns)
+    fill = functools.partial(
+        textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False
+    )
+    columns = (
+        (line, len(re.sub(r"^( *(\S+ {2,})?).*", r"\1", line))) for line in text.splitlines()
+    )
+    return "\n".join(
+        fill(line, subsequent_indent=" " * min(column, width // 2)) for line, column in columns
+    )
 
 
-def summary_text(name: str, folder: Path, summary: Mapping[str, object], *, report: bool, argv: Sequence[str]) -> str:
+def summary_text(
+    name: str, folder: Path, summary: Mapping[str, object], *, report: bool, argv: Sequence[str]
+) -> str:
     """Return the lines that a run prints at its end. `summary`: the content of summary.json. `folder`: the run's.
     `argv`: the arguments of `qarl train`, which resume the run if it is unfinished and has a checkpoint."""
     import shlex
@@ -87,12 +95,21 @@ def summary_text(name: str, folder: Path, summary: Mapping[str, object], *, repo
     if not summary.get("finished"):
         saved = any((folder / "checkpoints").glob("*step_*"))
         again = [argument for argument in argv if argument != "trainer.resume_mode=disable"]
-        shown["to resume"] = shlex.join(["qarl", "train", *again]) if saved else "not possible: there is no checkpoint"
-    lines += [f"  {key:36} {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in shown.items()]
+        shown["to resume"] = (
+            shlex.join(["qarl", "train", *again])
+            if saved
+            else "not possible: there is no checkpoint"
+        )
+    lines += [
+        f"  {key:36} {f'{value:.4g}' if isinstance(value, float) else value}"
+        for key, value in shown.items()
+    ]
     return "\n".join(lines)
 
 
-def entry(command: Command, about: str | None, describe: Describe | None = None) -> tuple[Callable[..., int], Describe]:
+def entry(
+    command: Command, about: str | None, describe: Describe | None = None
+) -> tuple[Callable[..., int], Describe]:
     """Return a module's `main`, which runs `command` and returns the exit code, and its `describe`. Without an argument
     `main` takes the process's own.
 
@@ -122,7 +139,10 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
         if isinstance(error, BrokenPipeError) and _reader_has_left():
             return READER_LEFT
         # A library may turn KeyboardInterrupt into a different exception, especially during its import.
-        if not isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not _leave:
+        if (
+            not isinstance(error, KeyboardInterrupt)
+            and signal.getsignal(signal.SIGINT) is not _leave
+        ):
             raise
         say("interrupted")
         return INTERRUPTED
@@ -137,7 +157,9 @@ def _flush() -> None:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail again at its exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or Python would fail again at its exit
 
 
 def _reader_has_left() -> bool:
@@ -162,7 +184,11 @@ def _run(command: Command, arguments: list[str], describe: Describe) -> int:
     if VERSION in arguments:
         print(f"qarl {__version__}")
     elif any(word in arguments for word in HELP):
-        print(fit_terminal(describe([word for word in arguments if word not in HELP and "=" not in word])))
+        print(
+            fit_terminal(
+                describe([word for word in arguments if word not in HELP and "=" not in word])
+            )
+        )
     else:
         return command(arguments)
     return 0

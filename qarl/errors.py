@@ -12,7 +12,9 @@ from typing import Any
 class UserError(Exception):
     """An error that the user can fix. `what` says what is wrong. `where`, `why` and `fix` are optional lines."""
 
-    def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
+    def __init__(
+        self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None
+    ) -> None:
         self.what = what
         self.where = where
         self.why = why

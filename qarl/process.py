@@ -34,13 +34,26 @@ VLLM_ENVIRONMENT = {
 _TRITON_KERNELS = "Failed to import Triton kernels"
 VLLM_NOISE = {
     "vllm.triton_utils.importing": ("Triton is installed",),
-    "vllm.engine.arg_utils": ("The global random seed is set", "This model does not officially support disabling"),
-    "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
+    "vllm.engine.arg_utils": (
+        "The global random seed is set",
+        "This model does not officially support disabling",
+    ),
+    "vllm.config.vllm": (
+        "Enforce eager set",
+        "Inductor compilation was disabled",
+        "Model Runner V2 requires Triton",
+    ),
     "vllm.platforms.cpu": ("Reset SSM cache type",),
-    "vllm.v1.worker.cpu_worker": ("libtcmalloc is not", "libiomp is not", "CPU backend doesn't allow to use"),
+    "vllm.v1.worker.cpu_worker": (
+        "libtcmalloc is not",
+        "libiomp is not",
+        "CPU backend doesn't allow to use",
+    ),
     # vLLM in this process also reports the trainer's kernels, which are compiled after its own start.
     "vllm.triton_utils.jit_monitor": ("Triton kernel JIT compilation",),
-    "vllm.envs": ("Unknown vLLM environment variable detected: VLLM_DIST_IDENT",),  # after an engine was closed
+    "vllm.envs": (
+        "Unknown vLLM environment variable detected: VLLM_DIST_IDENT",
+    ),  # after an engine was closed
     "vllm.model_executor.layers.fused_moe.config": (_TRITON_KERNELS,),
     "vllm.model_executor.layers.fused_moe.oracle.mxfp4": (_TRITON_KERNELS,),
     "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe": (_TRITON_KERNELS,),
@@ -183,7 +196,12 @@ def thread_count(num_threads: int | None, *, processes: int = 1) -> int:
     return chosen or max(1, len(os.sched_getaffinity(0)) // processes)
 
 
-_MALLOC_ENVIRONMENT = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+_MALLOC_ENVIRONMENT = (
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "GLIBC_TUNABLES",
+)
 # of glibc's malloc.h
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
@@ -199,7 +217,9 @@ def keep_freed_memory() -> bool:
     function the process's memory stays at its peak. It does nothing without glibc, if a different malloc is preloaded,
     or if the user tuned malloc.
     """
-    if any(name in os.environ for name in _MALLOC_ENVIRONMENT) or "malloc" in os.environ.get("LD_PRELOAD", ""):
+    if any(name in os.environ for name in _MALLOC_ENVIRONMENT) or "malloc" in os.environ.get(
+        "LD_PRELOAD", ""
+    ):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
     return [mallopt(option, value) for option, value in _KEEP] == [1, 1]

@@ -77,7 +77,9 @@ def run(config: Config, argv: Sequence[str]) -> int:
             from qarl.trainer.loop import train_in_run_folder
 
         summary = train_in_run_folder(config, started=_STARTED)
-    print(summary_text(config.name, config.run_dir, summary, report=config.trainer.report, argv=argv))
+    print(
+        summary_text(config.name, config.run_dir, summary, report=config.trainer.report, argv=argv)
+    )
     return 130 if summary["interrupted"] else 0
 
 

@@ -90,7 +90,9 @@ def check_head_dtype(head_dtype: str) -> None:
 
 def is_refusal(error: Exception) -> bool:
     """Return whether vLLM keeps running after raising `error`: ValueError or, in newer releases, VLLMClientError."""
-    return isinstance(error, ValueError) or "VLLMClientError" in {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, ValueError) or "VLLMClientError" in {
+        kind.__name__ for kind in type(error).__mro__
+    }
 
 
 def loaded_model(llm: Any) -> torch.nn.Module:
@@ -141,7 +143,9 @@ def release_engine_memory(live: Sequence[torch.nn.Module] = ()) -> None:
         needed = {layer for model in live for layer in model.modules()}
         for layer in [layer for layer in LAYERWISE_INFO if layer not in needed]:
             del LAYERWISE_INFO[layer]
-    if "vllm.lora.ops.triton_ops.utils" in sys.modules and not live:  # graphs of a live engine use the entries
+    if (
+        "vllm.lora.ops.triton_ops.utils" in sys.modules and not live
+    ):  # graphs of a live engine use the entries
         from vllm.lora.ops.triton_ops import utils
 
         utils._LORA_A_PTR_DICT.clear()
@@ -168,7 +172,10 @@ def transfer_factories() -> tuple[Any, ...]:
 
     vLLM 0.24 has none for the trainer, and its worker reloads the whole model during each update."""
     try:
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.factory import (
+            WeightTransferEngineFactory,
+            WeightTransferTrainerFactory,
+        )
     except ImportError:
         return ()
     return WeightTransferEngineFactory, WeightTransferTrainerFactory

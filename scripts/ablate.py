@@ -70,11 +70,20 @@ class Suite:
 
     def arguments(self, run: Run, folder: Path, more: Sequence[str]) -> list[str]:
         """Return the arguments of `python -m qarl.train` for a run. `more`: overrides that win."""
-        fixed = [f"config={self.config}", f"name={run.name}", f"output_dir={folder}", f"seed={run.seed}"]
+        fixed = [
+            f"config={self.config}",
+            f"name={run.name}",
+            f"output_dir={folder}",
+            f"seed={run.seed}",
+        ]
         overrides = {"trainer.save_final": False, **self.set, **self.arms[run.arm]}
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in overrides.items()}
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in overrides.items()
+        }
         settings = (
-            f"{k}={v}".replace("{folder}", str(folder)).replace("{seed}", str(run.seed)) for k, v in texts.items()
+            f"{k}={v}".replace("{folder}", str(folder)).replace("{seed}", str(run.seed))
+            for k, v in texts.items()
         )
         return [*fixed, *settings, *more]
 
@@ -83,18 +92,28 @@ def suite_names() -> list[str]:
     return sorted(path.stem for path in SUITES.glob("*.yaml"))
 
 
-def load_suite(name: str, seeds: Sequence[int] | None = None, arms: Sequence[str] | None = None) -> Suite:
+def load_suite(
+    name: str, seeds: Sequence[int] | None = None, arms: Sequence[str] | None = None
+) -> Suite:
     """Return a suite, with these seeds and arms only. Raise UserError if there is no such suite or arm."""
     path = SUITES / f"{name}.yaml"
     if not path.is_file():
-        raise UserError(f"there is no suite {name!r}", where=str(SUITES), fix=f"choose from {', '.join(suite_names())}")
+        raise UserError(
+            f"there is no suite {name!r}",
+            where=str(SUITES),
+            fix=f"choose from {', '.join(suite_names())}",
+        )
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     suite = Suite(name=name, **{**content, "seeds": tuple(seeds or content["seeds"])})
     if unknown := {suite.baseline, *(arms or ())} - {None, *suite.arms}:
         what = f"no such arm: {', '.join(map(str, unknown))}"
         raise UserError(what, where=str(path), fix=f"choose from {', '.join(suite.arms)}")
-    selected = {arm: overrides or {} for arm, overrides in suite.arms.items() if not arms or arm in arms}
-    return replace(suite, arms=selected, baseline=suite.baseline if suite.baseline in selected else None)
+    selected = {
+        arm: overrides or {} for arm, overrides in suite.arms.items() if not arms or arm in arms
+    }
+    return replace(
+        suite, arms=selected, baseline=suite.baseline if suite.baseline in selected else None
+    )
 
 
 def finished(folder: Path, arguments: Sequence[str]) -> dict[str, Any] | None:
@@ -103,7 +122,9 @@ def finished(folder: Path, arguments: Sequence[str]) -> dict[str, Any] | None:
         record: dict[str, Any] = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError):
         return None
-    return record if not record.get("failed") and record.get("arguments") == list(arguments) else None
+    return (
+        record if not record.get("failed") and record.get("arguments") == list(arguments) else None
+    )
 
 
 def train(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
@@ -118,7 +139,12 @@ def train(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     errors = [line for line in lines if line.startswith("error:")] or lines[-1:]
     failed = None if code == 0 else f"exit code {code}: {' '.join(errors[:1])}"
     minutes = (time.monotonic() - started) / 60
-    record = {"arguments": list(arguments), "failed": failed, "minutes": minutes, "commit": commit()}
+    record = {
+        "arguments": list(arguments),
+        "failed": failed,
+        "minutes": minutes,
+        "commit": commit(),
+    }
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / RECORD, record)
     return record
@@ -127,7 +153,9 @@ def train(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
 class Runner:
     """Runs what is missing of a suite and writes the results after every run. `results`: the entries so far."""
 
-    def __init__(self, suite: Suite, output: Path, more: Sequence[str], jobs: int, command: str) -> None:
+    def __init__(
+        self, suite: Suite, output: Path, more: Sequence[str], jobs: int, command: str
+    ) -> None:
         self.suite = suite
         self.folder = output / suite.name
         self.more = more
@@ -143,12 +171,16 @@ class Runner:
         if record is None:
             print(f"{run.name}: starts", flush=True)
             record = train(arguments, folder)
-        entry = {"arm": run.arm, "seed": run.seed} | {key: record[key] for key in ("failed", "minutes", "commit")}
+        entry = {"arm": run.arm, "seed": run.seed} | {
+            key: record[key] for key in ("failed", "minutes", "commit")
+        }
         if (folder / "metrics.jsonl").is_file():
             history = read_metrics(folder)
             entry |= run_figures(history) | {"curves": curves_of(history)}
         accuracy = entry.get("accuracy_after")
-        outcome = entry["failed"] or ("no accuracy" if accuracy is None else f"accuracy {accuracy:.1%}")
+        outcome = entry["failed"] or (
+            "no accuracy" if accuracy is None else f"accuracy {accuracy:.1%}"
+        )
         print(f"{run.name}: {outcome}, {entry['minutes']:.1f} minutes", flush=True)
         return entry
 
@@ -164,19 +196,30 @@ class Runner:
         arms = {arm: dict(overrides) for arm, overrides in self.suite.arms.items()}
         self.results.sort(key=lambda entry: (list(arms).index(entry["arm"]), entry["seed"]))
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "table.md").write_text(report(suite, self.results, self.command), encoding="utf-8")
-        about = {"suite": suite.name, "command": self.command, "commit": commit(), "config": suite.config}
+        (self.folder / "table.md").write_text(
+            report(suite, self.results, self.command), encoding="utf-8"
+        )
+        about = {
+            "suite": suite.name,
+            "command": self.command,
+            "commit": commit(),
+            "config": suite.config,
+        }
         about["date"] = time.strftime("%Y-%m-%d", time.gmtime())
         how = {"set": dict(suite.set), "more": list(self.more), "arms": arms}
         minutes = sum(entry["minutes"] for entry in self.results)
-        write_json(self.folder / "results.json", about | how | {"minutes": minutes, "runs": self.results})
+        write_json(
+            self.folder / "results.json", about | how | {"minutes": minutes, "runs": self.results}
+        )
 
 
 def report(suite: Suite, results: Results, command: str) -> str:
     """Return the results as Markdown: the question, the table, the tests, and how it was made."""
     lines = [f"# {suite.title}", "", suite.question.strip(), "", table(results, suite.baseline), ""]
     arms = dict.fromkeys(entry["arm"] for entry in results)
-    done = [[entry for entry in results if entry["arm"] == arm and not entry["failed"]] for arm in arms]
+    done = [
+        [entry for entry in results if entry["arm"] == arm and not entry["failed"]] for arm in arms
+    ]
     groups = [figures_of(entries, "accuracy_after") for entries in done]
     if len(groups) > 1 and min(map(len, groups)) > 1:
         p, _ = permutation_test(*groups)
@@ -199,22 +242,32 @@ def report(suite: Suite, results: Results, command: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a suite. Return 0, or 1 if a run failed, or 2 if the suite cannot be run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("suite", nargs="?", help=f"one of {', '.join(suite_names())}")
-    parser.add_argument("--list", action="store_true", help="list the suites and their arms, and stop")
+    parser.add_argument(
+        "--list", action="store_true", help="list the suites and their arms, and stop"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, help="other seeds than the suite's")
     parser.add_argument("--arms", nargs="+", help="only these arms")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for every run")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for every run"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--output", type=Path, default=Path("runs/ablate"))
-    parser.add_argument("--save", action="store_true", help="copy the results into benchmarks/results at the end")
+    parser.add_argument(
+        "--save", action="store_true", help="copy the results into benchmarks/results at the end"
+    )
     args = parser.parse_args(argv)
     command = shlex.join(["python", "scripts/ablate.py", *(sys.argv[1:] if argv is None else argv)])
     try:
         if args.list or not args.suite:
             for name in suite_names():
                 suite = load_suite(name)
-                print(f"{name}: {suite.title}; {', '.join(suite.arms)}; seeds {', '.join(map(str, suite.seeds))}")
+                print(
+                    f"{name}: {suite.title}; {', '.join(suite.arms)}; seeds {', '.join(map(str, suite.seeds))}"
+                )
             return 0
         suite = load_suite(args.suite, args.seeds, args.arms)
     except UserError as error:
@@ -225,7 +278,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     runner.all()
     plot_suite(runner.results, runner.folder / "curves.png")
     print((runner.folder / "table.md").read_text(encoding="utf-8"))
-    for name, kind in (("results.json", "json"), ("table.md", "md"), ("curves.png", "png")) if args.save else ():
+    for name, kind in (
+        (("results.json", "json"), ("table.md", "md"), ("curves.png", "png")) if args.save else ()
+    ):
         shutil.copy(runner.folder / name, SAVED / f"ablate_{suite.name}_cpu.{kind}")
     return 1 if any(entry["failed"] for entry in runner.results) else 0
 

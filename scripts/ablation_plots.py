@@ -25,7 +25,10 @@ WINDOW_SHARE = 1 / 12
 def curves_of(history: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
     """Return what the figure shows of one run: for each metric its [step, value] pairs, to six significant digits."""
     points = {metric: zip(*series(history, metric), strict=True) for metric, _, _ in PANELS}
-    return {metric: [[int(step), float(f"{value:.6g}")] for step, value in pairs] for metric, pairs in points.items()}
+    return {
+        metric: [[int(step), float(f"{value:.6g}")] for step, value in pairs]
+        for metric, pairs in points.items()
+    }
 
 
 def plot_suite(runs: Sequence[Mapping[str, Any]], output: Path) -> None:
@@ -43,7 +46,9 @@ def plot_suite(runs: Sequence[Mapping[str, Any]], output: Path) -> None:
             color = COLORS[place % len(COLORS)]
             style = STYLES[place // len(COLORS) % len(STYLES)]
             axes.plot(steps, stacked.mean(0), style, color=color, label=f"{arm} ({len(stacked)})")
-            axes.fill_between(steps, stacked.min(0), stacked.max(0), color=color, alpha=0.12, linewidth=0)
+            axes.fill_between(
+                steps, stacked.min(0), stacked.max(0), color=color, alpha=0.12, linewidth=0
+            )
         axes.set_title(label)
         axes.set_xlabel("training step")
         axes.grid(alpha=0.3)

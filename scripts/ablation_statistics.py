@@ -31,7 +31,9 @@ def run_figures(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     accuracy = values(history, "val/accuracy")
     reward = values(history, "critic/score/mean")
     window = max(5, round(len(reward) * WINDOW_SHARE))
-    smooth = [statistics.fmean(reward[end - window : end]) for end in range(window, len(reward) + 1)]
+    smooth = [
+        statistics.fmean(reward[end - window : end]) for end in range(window, len(reward) + 1)
+    ]
     return {
         "steps": len(reward),
         "accuracy_before": accuracy[0] if accuracy else None,
@@ -70,15 +72,23 @@ def permutation_test(*groups: Sequence[float]) -> tuple[float, float]:
     ends = list(itertools.accumulate(sizes))
 
     def between(numbers: Sequence[float]) -> float:
-        return sum(sum(numbers[end - size : end]) ** 2 / size for size, end in zip(sizes, ends, strict=True))
+        return sum(
+            sum(numbers[end - size : end]) ** 2 / size
+            for size, end in zip(sizes, ends, strict=True)
+        )
 
     ways = math.comb(len(pooled), sizes[0])
     places = range(len(pooled))
     smallest = (2 if sizes[0] == sizes[-1] else 1) / ways
     measured = between(pooled) - _CLOSE
     if len(groups) == 2 and ways <= EXACT_WAYS:
-        splits = ([*first, *(set(places) - set(first))] for first in itertools.combinations(places, sizes[0]))
-        return sum(between([pooled[place] for place in split]) >= measured for split in splits) / ways, smallest
+        splits = (
+            [*first, *(set(places) - set(first))]
+            for first in itertools.combinations(places, sizes[0])
+        )
+        return sum(
+            between([pooled[place] for place in split]) >= measured for split in splits
+        ) / ways, smallest
     rng = random.Random(0)
     hits = 0
     for _ in range(EXACT_WAYS):
@@ -113,7 +123,9 @@ def table(runs: Sequence[Mapping[str, Any]], baseline: str | None) -> str:
     and `minutes`. `baseline`: the arm that the others are tested against."""
     arms = list(dict.fromkeys(run["arm"] for run in runs))
     columns = {
-        heading: column for heading, column in COLUMNS.items() if any(run.get(column[0]) is not None for run in runs)
+        heading: column
+        for heading, column in COLUMNS.items()
+        if any(run.get(column[0]) is not None for run in runs)
     }
     compared = baseline is not None and len(arms) > 1
     head = ["arm", "seeds", "accuracy after", "each seed", *columns, "collapsed"]
@@ -123,12 +135,21 @@ def table(runs: Sequence[Mapping[str, Any]], baseline: str | None) -> str:
         mine = [run for run in runs if run["arm"] == arm]
         done = [run for run in mine if not run["failed"]]
         after = figures_of(done, "accuracy_after")
-        cells = [arm, _seeds(mine), with_spread(after), ", ".join(f"{value:.1%}" for value in after)]
+        cells = [
+            arm,
+            _seeds(mine),
+            with_spread(after),
+            ", ".join(f"{value:.1%}" for value in after),
+        ]
         cells += [_mean_cell(done, key, form) for key, form in columns.values()]
         cells.append(f"{sum(run['collapsed'] is True for run in done)} of {len(done)}")
         if compared:
             base = [run for run in runs if run["arm"] == baseline and not run["failed"]]
-            cells += _comparison(after, figures_of(base, "accuracy_after")) if arm != baseline else ["", ""]
+            cells += (
+                _comparison(after, figures_of(base, "accuracy_after"))
+                if arm != baseline
+                else ["", ""]
+            )
         lines.append(cells)
     return markdown_table(head, lines)
 
@@ -152,4 +173,7 @@ def _comparison(mine: Sequence[float], base: Sequence[float]) -> list[str]:
     if not mine or not base:
         return ["", ""]
     p, smallest = permutation_test(mine, base)
-    return [f"{(statistics.fmean(mine) - statistics.fmean(base)) * 100:+.1f} points", f"{p:.3f} ({smallest:.3f})"]
+    return [
+        f"{(statistics.fmean(mine) - statistics.fmean(base)) * 100:+.1f} points",
+        f"{p:.3f} ({smallest:.3f})",
+    ]

@@ -35,7 +35,12 @@ def mean_deltas(document: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 def draw(deltas: dict[tuple[str, str], float], path: Path) -> None:
     """Write horizontal bars, a group for each scheme, as SVG."""
-    style: Any = {"svg.hashsalt": "qarl", "svg.fonttype": "none", "font.size": 10, "font.family": "sans-serif"}
+    style: Any = {
+        "svg.hashsalt": "qarl",
+        "svg.fonttype": "none",
+        "font.size": 10,
+        "font.family": "sans-serif",
+    }
     with rc_context(style):
         figure = Figure(figsize=(7.5, 3.6), layout="constrained")
         axes = figure.subplots()
@@ -49,7 +54,13 @@ def draw(deltas: dict[tuple[str, str], float], path: Path) -> None:
                 value = deltas[scheme, level]
                 axes.barh(place, max(value, FLOOR) - FLOOR, left=FLOOR, height=0.85, color=colour)
                 text = f"{level}: {value:.1e}" if value else f"{level}: 0"
-                axes.annotate(text, (max(value, FLOOR), place), (4, 0), textcoords="offset points", va="center")
+                axes.annotate(
+                    text,
+                    (max(value, FLOOR), place),
+                    (4, 0),
+                    textcoords="offset points",
+                    va="center",
+                )
                 place += 1
             ticks.append((first + place - 1) / 2)
             place += 0.6
@@ -58,7 +69,9 @@ def draw(deltas: dict[tuple[str, str], float], path: Path) -> None:
         axes.set_yticks(ticks, SCHEMES)
         axes.invert_yaxis()
         axes.set_xlabel("mean |δ| per token, nats (lower is better)")
-        axes.set_title("Log-prob mismatch between trainer and vLLM, by scheme and quant.align", fontsize=11)
+        axes.set_title(
+            "Log-prob mismatch between trainer and vLLM, by scheme and quant.align", fontsize=11
+        )
         axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, metadata={"Date": None})
 

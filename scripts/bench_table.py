@@ -31,10 +31,14 @@ def bench_table(file: str) -> str:
 
 def main(kind: str, table: Callable[[str], str], description: str | None) -> None:
     """Replace the tables (`replace_tables`) of the pages that the command line names."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pages", nargs="+", type=Path, help="Markdown files")
     for page in parser.parse_args().pages:
-        page.write_text(replace_tables(page.read_text(encoding="utf-8"), kind, table), encoding="utf-8")
+        page.write_text(
+            replace_tables(page.read_text(encoding="utf-8"), kind, table), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

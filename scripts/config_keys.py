@@ -40,7 +40,10 @@ SHARED = {
 """Sources that the forward of every family runs, beside the family's own files."""
 FAMILY = {
     "vllm": ("model_executor/models/{family}.py",),
-    "transformers": ("models/{family}/modeling_{family}.py", "models/{family}/configuration_{family}.py"),
+    "transformers": (
+        "models/{family}/modeling_{family}.py",
+        "models/{family}/configuration_{family}.py",
+    ),
 }
 INHERITED = {
     "vllm": {
@@ -60,7 +63,17 @@ FILES = {
 ALL = (*FAMILIES, *SHOWN)
 CONFIGS = {"config", "hf_config", "hf_text_config", "text_config"}
 ROPES = {"rope_parameters", "rope_parameters_dict", "rope_scaling", "rope_params", "scaling"}
-METHODS = {"get", "keys", "items", "update", "pop", "setdefault", "to_dict", "get_text_config", "copy"}
+METHODS = {
+    "get",
+    "keys",
+    "items",
+    "update",
+    "pop",
+    "setdefault",
+    "to_dict",
+    "get_text_config",
+    "copy",
+}
 
 
 def package_root(package: str) -> Path:
@@ -72,7 +85,13 @@ def package_root(package: str) -> Path:
 
 def last_name(node: ast.expr) -> str:
     """`config` of `config`, `self.config` and `vllm_config.model_config.config`."""
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return (
+        node.id
+        if isinstance(node, ast.Name)
+        else node.attr
+        if isinstance(node, ast.Attribute)
+        else ""
+    )
 
 
 def literal(node: ast.expr | None) -> str | None:
@@ -82,13 +101,23 @@ def literal(node: ast.expr | None) -> str | None:
 def reads_of(tree: ast.AST) -> Iterator[str]:
     """Keys of a config; those of its rotary embedding as `rope_parameters.KEY`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and last_name(node.value) in CONFIGS and node.attr not in METHODS:
+        if (
+            isinstance(node, ast.Attribute)
+            and last_name(node.value) in CONFIGS
+            and node.attr not in METHODS
+        ):
             yield node.attr
         elif isinstance(node, ast.Call):
             yield from _call(node)
-        elif isinstance(node, ast.Subscript) and last_name(node.value) in ROPES and literal(node.slice):
+        elif (
+            isinstance(node, ast.Subscript)
+            and last_name(node.value) in ROPES
+            and literal(node.slice)
+        ):
             yield f"rope_parameters.{literal(node.slice)}"
-        elif isinstance(node, ast.Compare) and any(isinstance(op, ast.In | ast.NotIn) for op in node.ops):
+        elif isinstance(node, ast.Compare) and any(
+            isinstance(op, ast.In | ast.NotIn) for op in node.ops
+        ):
             yield from _membership(node)
 
 
@@ -104,7 +133,11 @@ def _call(node: ast.Call) -> Iterator[str]:
         arguments = [function.value, *node.args]
     else:
         return
-    if len(arguments) >= 2 and last_name(arguments[0]) in holders and (key := literal(arguments[1])):
+    if (
+        len(arguments) >= 2
+        and last_name(arguments[0]) in holders
+        and (key := literal(arguments[1]))
+    ):
         yield prefix + key
 
 
@@ -112,7 +145,9 @@ def _membership(node: ast.Compare) -> Iterator[str]:
     right = node.comparators[0]
     if last_name(right) in ROPES and (key := literal(node.left)):
         yield f"rope_parameters.{key}"
-    elif last_name(node.left) == "k" and isinstance(right, ast.Tuple):  # get_rope: k in ("attn_factor", ...)
+    elif last_name(node.left) == "k" and isinstance(
+        right, ast.Tuple
+    ):  # get_rope: k in ("attn_factor", ...)
         yield from (f"rope_parameters.{key}" for key in map(literal, right.elts) if key)
 
 
@@ -132,7 +167,9 @@ def read_keys(package: str, family: str) -> list[str]:
     root = package_root(package)
     relatives = list(SHARED[package]) if family in FAMILIES else []  # else Llama's list has them
     for name in (family, *INHERITED.get(package, {}).get(family, ())):
-        relatives += [template.format(family=FILES[package].get(name, name)) for template in FAMILY[package]]
+        relatives += [
+            template.format(family=FILES[package].get(name, name)) for template in FAMILY[package]
+        ]
     keys: set[str] = set()
     for relative in relatives:
         tree = ast.parse((root / relative).read_text())
@@ -151,7 +188,9 @@ def versions() -> dict[str, str | None]:
 def table() -> dict[str, Any]:
     return {
         "versions": versions(),
-        "families": {family: {package: read_keys(package, family) for package in FAMILY} for family in ALL},
+        "families": {
+            family: {package: read_keys(package, family) for package in FAMILY} for family in ALL
+        },
     }
 
 

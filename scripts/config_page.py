@@ -24,7 +24,9 @@ _COLUMNS = ("key", "meaning", "values", "unit", "default")
 
 def page() -> str:
     """The whole page as Markdown."""
-    return "\n".join([_HEAD, *(line for name, keys in key_table().items() for line in _section(name, keys))])
+    return "\n".join(
+        [_HEAD, *(line for name, keys in key_table().items() for line in _section(name, keys))]
+    )
 
 
 def _section(name: str, keys: Sequence[Key]) -> Iterator[str]:

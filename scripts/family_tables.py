@@ -32,7 +32,11 @@ def share(row: Row) -> float:
 
 def agrees(row: Row) -> bool:
     """Whether a row trained, within the limit of a family."""
-    return "w4a16" in row and not any("stopped" in figures for figures in row.values()) and share(row) <= LARGEST_SHARE
+    return (
+        "w4a16" in row
+        and not any("stopped" in figures for figures in row.values())
+        and share(row) <= LARGEST_SHARE
+    )
 
 
 def key_rows(cases: dict[str, dict[str, Row]]) -> Iterator[Sequence[str]]:
@@ -41,7 +45,12 @@ def key_rows(cases: dict[str, dict[str, Row]]) -> Iterator[Sequence[str]]:
             row = cases.get(family, {}).get(name, {})
             if "w4a16" in row and name != "defaults" and name not in rotary_rows():
                 ignored = row["w4a16"]["ignored"]
-                yield family, f"`{name}`", *_levels(row), ignored if isinstance(ignored, str) else _mean(ignored)
+                yield (
+                    family,
+                    f"`{name}`",
+                    *_levels(row),
+                    ignored if isinstance(ignored, str) else _mean(ignored),
+                )
 
 
 def embedding_rows(cases: dict[str, dict[str, Row]]) -> Iterator[Sequence[str]]:
@@ -50,18 +59,30 @@ def embedding_rows(cases: dict[str, dict[str, Row]]) -> Iterator[Sequence[str]]:
         accepted = [family for family, row in measured.items() if "w4a16" in row]
         worst = f"{max(share(measured[family]) for family in accepted):.3f}" if accepted else ""
         refused = [family for family in measured if family not in accepted]
-        yield name.removeprefix("rotary "), _some(accepted, measured), worst, _some(refused, measured)
+        yield (
+            name.removeprefix("rotary "),
+            _some(accepted, measured),
+            worst,
+            _some(refused, measured),
+        )
 
 
 def refused_rows(cases: dict[str, dict[str, Row]]) -> Iterator[Sequence[str]]:
     for family in ALL:
-        names = [name for name, row in cases.get(family, {}).items() if "refused" in row and name not in rotary_rows()]
+        names = [
+            name
+            for name, row in cases.get(family, {}).items()
+            if "refused" in row and name not in rotary_rows()
+        ]
         yield family, ", ".join(f"`{name}`" for name in names)
 
 
 TABLES = {
     "keys": (("family", "keys", *_LEVELS, "one side ignores the key"), key_rows),
-    "rotary": (("rotary embedding", "accepted", "largest share of `off`", "refused"), embedding_rows),
+    "rotary": (
+        ("rotary embedding", "accepted", "largest share of `off`", "refused"),
+        embedding_rows,
+    ),
     "refused": (("family", "refused by name"), refused_rows),
 }
 """Name of a table -> its heads, and what makes its rows."""

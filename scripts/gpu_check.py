@@ -56,29 +56,45 @@ if os.getppid() == int(sys.argv[1]):  # else it was killed before prctl
 which a machine with little memory refuses to a large process."""
 NO_GPU = "needs a GPU"
 NO_TIME = "no time was left; the next call runs it"
-FAILING = re.compile(r"(?:(?:FAILED|ERROR) (\S+::.+?)|(\S+::.+?) (?:FAILED|ERROR))(?: +- .*| +\[ *\d+%\])?")
+FAILING = re.compile(
+    r"(?:(?:FAILED|ERROR) (\S+::.+?)|(\S+::.+?) (?:FAILED|ERROR))(?: +- .*| +\[ *\d+%\])?"
+)
 """A line of pytest's that names a test that failed, as it runs or at the end."""
 STOP = threading.Event()
 """Set if somebody asks the script to stop. Its process then ends, and every line that it printed is still read."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", help="a rehearsal with small sizes on the CPU")
-    parser.add_argument("--parts", default="first", help="first, second, several, all, or names with commas")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="a rehearsal with small sizes on the CPU"
+    )
+    parser.add_argument(
+        "--parts", default="first", help="first, second, several, all, or names with commas"
+    )
     parser.add_argument("--again", action="store_true", help="repeat parts that have passed today")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
-    parser.add_argument("--scratch", type=Path, default=ROOT / "runs" / "gpu_check", help="folder of large models")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results"
+    )
+    parser.add_argument(
+        "--scratch", type=Path, default=ROOT / "runs" / "gpu_check", help="folder of large models"
+    )
     args = parser.parse_args(argv)
     names = [p.name for p in GROUPS[args.parts]] if args.parts in GROUPS else args.parts.split(",")
     if unknown := set(names) - PARTS.keys():
-        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join((*PARTS, *GROUPS))}")
+        parser.error(
+            f"no part {', '.join(sorted(unknown))}; there are {', '.join((*PARTS, *GROUPS))}"
+        )
     numbers = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which nohup sets
         numbers.append(signal.SIGHUP)
     for number in numbers:
         signal.signal(number, lambda *_: STOP.set())
-    return Session(args.output, args.scratch, cpu=args.cpu).run([PARTS[name] for name in names], again=args.again)
+    return Session(args.output, args.scratch, cpu=args.cpu).run(
+        [PARTS[name] for name in names], again=args.again
+    )
 
 
 class Session:
@@ -87,9 +103,14 @@ class Session:
     def __init__(self, folder: Path, scratch: Path, *, cpu: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.cpu, self.output, self.scratch = cpu, folder.resolve(), scratch.resolve()
-        self.path = folder / f"{'cpu' if cpu else 'gpu'}_check_{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+        self.path = (
+            folder
+            / f"{'cpu' if cpu else 'gpu'}_check_{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+        )
         file = self.path.with_suffix(".json")
-        self.results: dict[str, Result] = json.loads(file.read_text())["parts"] if file.is_file() else {}
+        self.results: dict[str, Result] = (
+            json.loads(file.read_text())["parts"] if file.is_file() else {}
+        )
 
     def run(self, parts: Sequence[Part], *, again: bool) -> int:
         """Run the parts in order, those that failed before last; the exit code."""
@@ -129,7 +150,13 @@ class Session:
         command = part.cpu if self.cpu else part.gpu
         missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
         why = NO_GPU if command is None else f"{', '.join(missing)} not installed"
-        result: Result = {"status": "skipped", "why": why, "seconds": 0.0, "commit": commit(), "output": []}
+        result: Result = {
+            "status": "skipped",
+            "why": why,
+            "seconds": 0.0,
+            "commit": commit(),
+            "output": [],
+        }
         self.results[part.name] = result
         if command is not None and not missing:
             result.update(status="stopped", why="the script was stopped in this part")
@@ -140,23 +167,42 @@ class Session:
             code = self.process(command, folder, report, seconds, result["output"])
             result["failing"] = failing(result["output"])
             del result["output"][:-MOST_LINES]
-            result.update(seconds=time.monotonic() - start, report=read_report(part, folder, report))
+            result.update(
+                seconds=time.monotonic() - start, report=read_report(part, folder, report)
+            )
             if not STOP.is_set() and code is None and left < limit:
                 result.update(status="skipped", why=NO_TIME)
             elif not STOP.is_set():
                 why = f"not done after {seconds:.0f} s" if code is None else f"exit code {code}"
-                result.update(status="passed" if code == 0 else "failed", why=None if code == 0 else why)
-        self.say(f"== {part.name}: {result['status']} ({result['seconds']:.0f} s) {result['why'] or ''}")
+                result.update(
+                    status="passed" if code == 0 else "failed", why=None if code == 0 else why
+                )
+        self.say(
+            f"== {part.name}: {result['status']} ({result['seconds']:.0f} s) {result['why'] or ''}"
+        )
 
-    def process(self, command: str, folder: Path, report: Path, seconds: float, output: list[str]) -> int | None:
+    def process(
+        self, command: str, folder: Path, report: Path, seconds: float, output: list[str]
+    ) -> int | None:
         """The exit code, or None past the limit. Lines are appended to `output` and the log as they come."""
         environment = os.environ | {"QARL_GPU_CHECK_REPORT": str(report), "PYTHONUNBUFFERED": "1"}
         if self.cpu and "pytest" in command:
             environment["TRITON_INTERPRET"] = "1"
-        places = {"folder": folder, "report": report, "output": self.output, "scratch": self.scratch}
-        fields = {name: shlex.quote(str(place)) for name, place in places.items()} | {"gpus": gpus()}
+        places = {
+            "folder": folder,
+            "report": report,
+            "output": self.output,
+            "scratch": self.scratch,
+        }
+        fields = {name: shlex.quote(str(place)) for name, place in places.items()} | {
+            "gpus": gpus()
+        }
         python = shlex.quote(sys.executable)
-        made = [f"{python} {makes.format(**fields)} && " for named, makes in BEFORE.items() if named in command]
+        made = [
+            f"{python} {makes.format(**fields)} && "
+            for named, makes in BEFORE.items()
+            if named in command
+        ]
         line = f"{''.join(made)}exec {python} {command.format(**fields)}"
 
         def keep(printed: str) -> None:
@@ -173,12 +219,17 @@ class Session:
 
     def write(self) -> None:
         """Write the .json and .md whole, so that a reader never finds half a file."""
-        document = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "parts": self.results}
+        document = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "parts": self.results,
+        }
         write_text(self.path.with_suffix(".json"), json.dumps(document, indent=1) + "\n")
         write_text(self.path.with_suffix(".md"), markdown(document, self.cpu))
 
 
-def run(command: list[str], environment: dict[str, str], seconds: float, keep: Callable[[str], None]) -> int | None:
+def run(
+    command: list[str], environment: dict[str, str], seconds: float, keep: Callable[[str], None]
+) -> int | None:
     """The exit code, or None past the limit. Whatever the command started ends with it: the GPU is free again.
 
     If this script is killed, Linux kills the command's process, but not what that has started.
@@ -227,10 +278,16 @@ def read_report(part: Part, folder: Path, report: Path) -> Any:
         return json.loads(report.read_text())
     if not (folder / "run").is_dir():
         return None
-    trained = (folder / "run").rename(folder / f"{part.name}_run")  # the next part trains in a folder of that name
+    trained = (folder / "run").rename(
+        folder / f"{part.name}_run"
+    )  # the next part trains in a folder of that name
     steps = read_lines(trained / METRICS_FILE)
     pattern = re.compile(r"mismatch/|publish/|timing|_s$|step$|quant_align")
-    return {"steps": [{key: value for key, value in step.items() if pattern.search(key)} for step in steps]}
+    return {
+        "steps": [
+            {key: value for key, value in step.items() if pattern.search(key)} for step in steps
+        ]
+    }
 
 
 if __name__ == "__main__":

@@ -41,8 +41,12 @@ def main(*, cpu: bool) -> int:
         report["capability"] = f"{properties.major}.{properties.minor}"
         report["memory_gib"] = round(properties.total_memory / GIB, 1)
         report["multiprocessors"] = properties.multi_processor_count
-        report["shared_memory_kib"] = getattr(properties, "shared_memory_per_block_optin", 0) // 1024
-        report["driver"] = nvidia("--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader")
+        report["shared_memory_kib"] = (
+            getattr(properties, "shared_memory_per_block_optin", 0) // 1024
+        )
+        report["driver"] = nvidia(
+            "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"
+        )
         report["topology"] = nvidia("topo", "-m").splitlines()
         report["attention"] = layer_facts()
     kernels: dict[str, list[str]] = {}
@@ -64,7 +68,10 @@ def layer_facts() -> dict[str, Any]:
     from qarl.kernels.cuda import layer_ops
 
     capability = torch.cuda.get_device_capability()
-    facts = {"operators": layer_ops.unavailable(), "level": layer_ops.attention_unavailable(capability)}
+    facts = {
+        "operators": layer_ops.unavailable(),
+        "level": layer_ops.attention_unavailable(capability),
+    }
     try:
         from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 

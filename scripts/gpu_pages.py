@@ -19,7 +19,9 @@ def verdict_table(result: Result, *, cpu: bool) -> str:
     if not result.get("report"):
         return "no verdicts: the kernels were not measured"
     said = "On a CPU, to try the table: they mean nothing.\n\n" if cpu else ""
-    return said + markdown_table(["bound", "shape", "measured", ""], verdicts(result["report"]["results"]))
+    return said + markdown_table(
+        ["bound", "shape", "measured", ""], verdicts(result["report"]["results"])
+    )
 
 
 def markdown(document: dict[str, Any], cpu: bool) -> str:
@@ -33,7 +35,13 @@ def markdown(document: dict[str, Any], cpu: bool) -> str:
         lines += ["", "## verdicts", "", verdict_table(results["bench"], cpu=cpu)]
     for name, part in results.items():
         failing = [f"- `{test}`" for test in part.get("failing", ())]
-        lines += ["", f"## {name}", "", *(["failing:", "", *failing, ""] if failing else []), *tables(name, part)]
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            *(["failing:", "", *failing, ""] if failing else []),
+            *tables(name, part),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -46,6 +54,9 @@ def tables(name: str, result: Result) -> list[str]:
     lines = ["```", *result["output"][-60:], "```"]
     if report and "steps" in report:
         keys = [f"mismatch/abs_{name}" for name in ("mean", "max")]
-        rows = [[i, *(f"{step.get(key, math.nan):.2g}" for key in keys)] for i, step in enumerate(report["steps"])]
+        rows = [
+            [i, *(f"{step.get(key, math.nan):.2g}" for key in keys)]
+            for i, step in enumerate(report["steps"])
+        ]
         return [markdown_table(["step", "mean abs δ", "largest abs δ"], rows), "", *lines]
     return lines

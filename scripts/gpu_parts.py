@@ -29,7 +29,9 @@ _PYTEST = "-m pytest -v -rPsfE --tb=short -p no:cacheprovider -o addopts= "
 _TESTED = ("compressed_tensors", "pydantic", "pytest", "yaml")
 _TRAINED = ("compressed_tensors", "pydantic", "transformers", "vllm", "yaml")
 _VERL = (*_TRAINED, "verl", "ray")
-_STEPS = "-m qarl.bench steps json={report} launches=1 model=Qwen3-0.6B prompts=8 n=8 prompt_length=128 "
+_STEPS = (
+    "-m qarl.bench steps json={report} launches=1 model=Qwen3-0.6B prompts=8 n=8 prompt_length=128 "
+)
 _TINY = "scripts/make_tiny_model.py --steps 5 --data {folder}/data --output {folder}/"
 BEFORE = {
     "{folder}/model": f"{_TINY}model",
@@ -42,7 +44,9 @@ BEFORE = {
 def nvidia(*arguments: str) -> str:
     """Return what nvidia-smi prints, or "" without it."""
     with contextlib.suppress(OSError):
-        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, check=False
+        ).stdout.strip()
     return ""
 
 
@@ -54,7 +58,9 @@ def gpus() -> int:
 def arguments(**values: object) -> str:
     """Return KEY=VALUE for a shell. `__` stands for the dot of a key."""
     texts = {key.replace("__", "."): str(value) for key, value in values.items()}
-    return " ".join(f"{key}={text if '{' in text else shlex.quote(text)}" for key, text in texts.items())
+    return " ".join(
+        f"{key}={text if '{' in text else shlex.quote(text)}" for key, text in texts.items()
+    )
 
 
 def ending(steps: int) -> str:
@@ -64,7 +70,12 @@ def ending(steps: int) -> str:
 
 
 def training(
-    scheme: str, level: str, eager: bool, kernels: str = "engine", model: str = "model", config: str = "quickstart.yaml"
+    scheme: str,
+    level: str,
+    eager: bool,
+    kernels: str = "engine",
+    model: str = "model",
+    config: str = "quickstart.yaml",
 ) -> str:
     """Two steps of the quickstart from a model that is hardly trained: two publishes, and log-probs compared."""
     data = "{folder}/data/train.parquet"
@@ -76,7 +87,9 @@ def training(
     ))  # fmt: skip
 
 
-def shaped(name: str, steps: int, values: Mapping[str, object], config: str = "quickstart.yaml") -> str:
+def shaped(
+    name: str, steps: int, values: Mapping[str, object], config: str = "quickstart.yaml"
+) -> str:
     """Arguments of `qarl train` for a public shape with random weights (scripts/random_model.py)."""
     folder = f"{{scratch}}/{name}"
     return f"config={config} " + " ".join((
@@ -89,8 +102,15 @@ def shaped(name: str, steps: int, values: Mapping[str, object], config: str = "q
 
 def small(steps: int, scheme: str, **values: object) -> str:
     """`shaped` for Qwen3-0.6B: 64 responses of 256 tokens a step."""
-    values |= {"data__train_batch_size": 8, "data__max_response_length": 256, "actor__ppo_mini_batch_size": 8}
-    values |= {"actor__ppo_micro_batch_size_per_gpu": 16, "actor__log_prob_micro_batch_size_per_gpu": 16}
+    values |= {
+        "data__train_batch_size": 8,
+        "data__max_response_length": 256,
+        "actor__ppo_mini_batch_size": 8,
+    }
+    values |= {
+        "actor__ppo_micro_batch_size_per_gpu": 16,
+        "actor__log_prob_micro_batch_size_per_gpu": 16,
+    }
     values |= {"quant__scheme": scheme, "quant__align": "linears", "quant__group_size": 128}
     return shaped("Qwen3-0.6B", steps, values)
 
@@ -104,7 +124,14 @@ def large(steps: int, prompts: int, response: int, tokens: int) -> str:
 
 
 def trained(
-    name: str, scheme: str, level: str, *, eager: bool, seconds: int, on_cpu: bool = False, kernels: str = "engine"
+    name: str,
+    scheme: str,
+    level: str,
+    *,
+    eager: bool,
+    seconds: int,
+    on_cpu: bool = False,
+    kernels: str = "engine",
 ) -> Part:
     command = training(scheme, level, eager, kernels)
     return Part(name, seconds, command, command if on_cpu else None, _TRAINED)
@@ -116,7 +143,9 @@ _OPERATORS = (
 )
 _PROFILE = "scripts/profile_step.py --trace {output}/profile.json "
 _EXPERTS = training("w4a16", "linears", False, model="experts", config="quickstart_moe.yaml")
-_LORA = {scheme: training(scheme, "model", False, config="quickstart_lora.yaml") for scheme in SCHEMES}
+_LORA = {
+    scheme: training(scheme, "model", False, config="quickstart_lora.yaml") for scheme in SCHEMES
+}
 _ON_TWO = {"backend": "verl", "trainer__n_gpus_per_node": 2}
 FIRST = (
     Part("environment", 45, "scripts/gpu_facts.py", "scripts/gpu_facts.py --cpu"),

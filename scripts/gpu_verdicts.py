@@ -21,11 +21,24 @@ class Bound(NamedTuple):
 QUANTIZERS = ("w4a16 triton", "w8a8 triton", "fp8 triton")
 BOUNDS = (
     Bound("W4A16, M <= 16: 3x BF16", 3.0, "linear", lambda m: m <= 16, ("w4a16 triton",)),
-    Bound("W4A16, M <= 16: 0.9x Marlin", 0.9, "linear", lambda m: m <= 16, ("w4a16 triton",), "w4a16 vllm_marlin"),
+    Bound(
+        "W4A16, M <= 16: 0.9x Marlin",
+        0.9,
+        "linear",
+        lambda m: m <= 16,
+        ("w4a16 triton",),
+        "w4a16 vllm_marlin",
+    ),
     Bound("W4A16, M >= 4096: 0.9x BF16", 0.9, "linear", lambda m: m >= 4096, ("w4a16 triton",)),
     Bound("W8A8, M >= 4096: 1.6x BF16", 1.6, "linear", lambda m: m >= 4096, ("w8a8 triton",)),
     Bound("FP8, M >= 4096: 1.6x BF16", 1.6, "linear", lambda m: m >= 4096, ("fp8 triton",)),
-    Bound("transposed W4A16, M = 4096: 0.8x BF16", 0.8, "input_gradient", lambda m: m == 4096, ("w4a16 triton",)),
+    Bound(
+        "transposed W4A16, M = 4096: 0.8x BF16",
+        0.8,
+        "input_gradient",
+        lambda m: m == 4096,
+        ("w4a16 triton",),
+    ),
     Bound("quantize and pack: 70% of a copy", 0.7, "quantize", lambda m: True, QUANTIZERS, None),
 )
 """The kernels are held to these on an H200."""
@@ -54,7 +67,11 @@ def judge(bound: Bound, results: Sequence[dict[str, Any]]) -> Iterator[tuple[str
             elif bound.against and other is None:
                 yield bound.text, where, f"{bound.against} is not here", "not measured"
             else:
-                value = other["seconds"]["median"] / mine["seconds"]["median"] if other else mine["share_of_copy"]
+                value = (
+                    other["seconds"]["median"] / mine["seconds"]["median"]
+                    if other
+                    else mine["share_of_copy"]
+                )
                 figure = f"{value:.2f}x" if other else f"{value:.0%}"
                 reached = f"; at {mine['share_of_copy']:.0%} of a copy's bytes/s"
                 if mine["share_of_bf16_product"]:

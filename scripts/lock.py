@@ -22,7 +22,10 @@ NEVER_LOCKED = {"pip", "qarl"}
 def versions(report: Path | None) -> dict[str, str]:
     """Return name -> version of the packages in pip's `report`, or of the installed ones."""
     if report is None:
-        pairs = [(package.metadata["Name"], package.version) for package in importlib.metadata.distributions()]
+        pairs = [
+            (package.metadata["Name"], package.version)
+            for package in importlib.metadata.distributions()
+        ]
     else:
         items = [item["metadata"] for item in json.loads(report.read_text())["install"]]
         pairs = [(item["name"], item["version"]) for item in items]
@@ -30,13 +33,19 @@ def versions(report: Path | None) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", choices=("cpu", "gpu"))
     parser.add_argument("output", type=Path)
     parser.add_argument("--report", type=Path)
     args = parser.parse_args()
     left_out = NEVER_LOCKED | (CPU_LEAVES_OUT if args.kind == "cpu" else set())
-    lines = [f"{name}=={version}" for name, version in sorted(versions(args.report).items()) if name not in left_out]
+    lines = [
+        f"{name}=={version}"
+        for name, version in sorted(versions(args.report).items())
+        if name not in left_out
+    ]
     header = f"# {args.kind.upper()} lock, Python 3.11; made by scripts/lock.py, installed with --no-deps"
     args.output.write_text("\n".join([header, *lines]) + "\n")
     print(f"{args.output}: {len(lines)} packages")

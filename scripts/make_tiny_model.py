@@ -19,9 +19,18 @@ from qarl.errors import UserError
 def main(argv: Sequence[str] | None = None) -> None:
     """Make what is missing or was made with other settings."""
     parser = argparse.ArgumentParser(description="Make the tiny model and its data.")
-    parser.add_argument("--task", choices=list(TASKS), default=QUICKSTART.name, help="the task that the model learns")
-    parser.add_argument("--output", type=Path, help="the model's folder (models/tiny-qwen3, then -moe and the task)")
-    parser.add_argument("--data", type=Path, help="the folder of the parquet files; data/TASK by default")
+    parser.add_argument(
+        "--task",
+        choices=list(TASKS),
+        default=QUICKSTART.name,
+        help="the task that the model learns",
+    )
+    parser.add_argument(
+        "--output", type=Path, help="the model's folder (models/tiny-qwen3, then -moe and the task)"
+    )
+    parser.add_argument(
+        "--data", type=Path, help="the folder of the parquet files; data/TASK by default"
+    )
     parser.add_argument("--seed", type=int)
     parser.add_argument("--experts", type=int, default=0, help="of a mixture; 0 for a dense model")
     parser.add_argument("--steps", type=int, help="most warm-start steps; a few for a test")
@@ -31,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = vars(parser.parse_args(argv))
     recipe = Recipe.of(TASKS[args.pop("task")], args.pop("experts"))
     try:
-        make_missing(replace(recipe, **{name: value for name, value in args.items() if value is not None}))
+        make_missing(
+            replace(recipe, **{name: value for name, value in args.items() if value is not None})
+        )
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
 

@@ -43,7 +43,10 @@ SCHEMA = pa.schema(
         ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
         ("ability", pa.string()),
         ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
-        ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64()), ("source_row", pa.int64())])),
+        (
+            "extra_info",
+            pa.struct([("split", pa.string()), ("index", pa.int64()), ("source_row", pa.int64())]),
+        ),
     ]
 )
 # verl's trainer samples this many responses to the row in validation, instead of rollout.val_kwargs.n.
@@ -116,13 +119,17 @@ def problems(
                     usable.append(Problem(number, text, answer_text(answer)))
                 except RowError as error:
                     counts.drop(str(error), number)
-            for item, verifies in zip(usable, verify([item.answer for item in usable]), strict=True):
+            for item, verifies in zip(
+                usable, verify([item.answer for item in usable]), strict=True
+            ):
                 if verifies:
                     yield item
                 else:
                     counts.drop("reference answer does not verify", item.row)
     if not counts.read:
-        raise UserError("the source has no rows", where=source.name, fix="name another file, or another split")
+        raise UserError(
+            "the source has no rows", where=source.name, fix="name another file, or another split"
+        )
 
 
 @contextmanager
@@ -159,7 +166,12 @@ def _columns(names: Iterable[str], source: Source, where: str) -> tuple[str, str
         wanted = (chosen,) if chosen else usual
         if not (there := [name for name in wanted if name in names]):
             why = f"looked for {', '.join(wanted)}; there are {', '.join(names) or 'none'}"
-            raise UserError(f"no column with the {what}", where=where, why=why, fix=f"name it with --{what}-column")
+            raise UserError(
+                f"no column with the {what}",
+                where=where,
+                why=why,
+                fix=f"name it with --{what}-column",
+            )
         columns.append(there[0])
     return columns[0], columns[1]
 
@@ -194,12 +206,17 @@ def _hub_rows(source: Source) -> Iterator[tuple[Any, Any]]:
             name, source.subset, split=source.split, revision=revision or None, streaming=True
         )
         names = stream.column_names or list(next(iter(stream), {}))
-    except Exception as error:  # what `datasets` raises depends on the network and on the repository
+    except (
+        Exception
+    ) as error:  # what `datasets` raises depends on the network and on the repository
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         fix = "check the name and the network; offline, download its files elsewhere and name them instead"
         raise UserError(f"cannot load the data set {source.name}", why=why, fix=fix) from error
     columns = _columns(names, source, source.name)
-    yield from ((row.get(columns[0]), row.get(columns[1])) for row in stream.select_columns(list(set(columns))))
+    yield from (
+        (row.get(columns[0]), row.get(columns[1]))
+        for row in stream.select_columns(list(set(columns)))
+    )
 
 
 def local_files(names: Sequence[str]) -> tuple[Path, ...]:
@@ -209,18 +226,33 @@ def local_files(names: Sequence[str]) -> tuple[Path, ...]:
     """
     files: list[Path] = []
     for path in map(Path, names):
-        paths = sorted(path.glob("*.parquet")) + sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-        if not paths or not all(file.is_file() and file.suffix in (".parquet", ".jsonl", ".json") for file in paths):
-            raise UserError("there is no .parquet or .jsonl file", where=str(path), fix="correct the path")
+        paths = (
+            sorted(path.glob("*.parquet")) + sorted(path.glob("*.jsonl"))
+            if path.is_dir()
+            else [path]
+        )
+        if not paths or not all(
+            file.is_file() and file.suffix in (".parquet", ".jsonl", ".json") for file in paths
+        ):
+            raise UserError(
+                "there is no .parquet or .jsonl file", where=str(path), fix="correct the path"
+            )
         files += sorted(paths)
     return tuple(files)
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what both scripts take."""
-    parser.add_argument("--problem-column", help="column of the problems, if it has an unusual name")
+    parser.add_argument(
+        "--problem-column", help="column of the problems, if it has an unusual name"
+    )
     parser.add_argument("--answer-column", help="column of the answers, likewise")
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes verifying answers")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=min(8, os.cpu_count() or 1),
+        help="processes verifying answers",
+    )
 
 
 def exit_code(prepare: Callable[[], object]) -> int:
@@ -257,10 +289,14 @@ def write_parquet(path: Path, schema: pa.Schema, rows: Iterable[dict[str, Any]])
                 written += len(chunk)
         if not written:
             fix = "check that the columns with problems and answers are the right ones"
-            raise UserError("no row is left to write", where=str(path), why="all were dropped", fix=fix)
+            raise UserError(
+                "no row is left to write", where=str(path), why="all were dropped", fix=fix
+            )
         os.replace(staging, path)
     except OSError as error:
-        raise UserError("cannot write", where=str(path), why=str(error), fix="name another --output") from error
+        raise UserError(
+            "cannot write", where=str(path), why=str(error), fix="name another --output"
+        ) from error
     finally:
         staging.unlink(missing_ok=True)
     return written
@@ -278,4 +314,6 @@ def write_report(path: Path, source: Source, counts: Counts, **more: Any) -> Non
         "first_dropped_source_rows": dict(sorted(counts.first_rows.items())),
         **more,
     }
-    path.with_suffix(".report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    path.with_suffix(".report.json").write_text(
+        json.dumps(report, indent=2, ensure_ascii=False) + "\n", "utf-8"
+    )

@@ -34,7 +34,10 @@ def verifies_itself(answer: str) -> bool:
     """
     response = f"The answer is $\\boxed{{{answer}}}$."
     try:
-        return math_verify("", response, answer) == 1.0 or math_verify_within(PATIENCE, response, answer) == 1.0
+        return (
+            math_verify("", response, answer) == 1.0
+            or math_verify_within(PATIENCE, response, answer) == 1.0
+        )
     except Exception:  # whatever sympy and its parsers raise on a text they did not foresee
         return False
 
@@ -42,7 +45,9 @@ def verifies_itself(answer: str) -> bool:
 def problem_text(value: Any) -> str:
     """The problem of a text, or of chat messages (the last user message). Raises `RowError`."""
     if isinstance(value, list):
-        texts = [m.get("content") for m in value if isinstance(m, Mapping) and m.get("role") == "user"]
+        texts = [
+            m.get("content") for m in value if isinstance(m, Mapping) and m.get("role") == "user"
+        ]
         value = texts[-1] if texts else None
     if not isinstance(value, str) or not value.strip():
         raise RowError("no problem text")

@@ -32,7 +32,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen2.5-Math-7B": {},
     "Qwen3-8B": {},
     # W8A8 is refused: vLLM 0.24 has no int8 products for experts on GPUs.
-    "Qwen3-30B-A3B": {"tensor_parallel": 2, "gpu_memory_utilization": 0.5, "schemes": ("w4a16", "fp8")},
+    "Qwen3-30B-A3B": {
+        "tensor_parallel": 2,
+        "gpu_memory_utilization": 0.5,
+        "schemes": ("w4a16", "fp8"),
+    },
 }
 BASELINE: dict[str, dict[str, Any]] = {"Qwen3-30B-A3B": {"tensor_parallel": 4}}
 """What BF16 has in addition: with two GPUs an engine's BF16 weights would leave hardly any room for a KV cache."""
@@ -54,11 +58,22 @@ SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 def speed() -> str:
     """Return the rows of figures 9b and 11: for each model and scheme, rollouts alone and QaRL, relative to BF16."""
-    heads = ["model", "scheme", "BF16, s", "rollouts alone, s", "x BF16", "paper", "QaRL at `linears`, s", "x BF16"]
+    heads = [
+        "model",
+        "scheme",
+        "BF16, s",
+        "rollouts alone, s",
+        "x BF16",
+        "paper",
+        "QaRL at `linears`, s",
+        "x BF16",
+    ]
     lines: list[list[str]] = []
     for name, changes in MODELS.items():
         settings = {"model": name, "schemes": LOW_BIT, **SPEED, **changes}
-        (base,) = predict(Work(**settings | BASELINE.get(name, {}) | {"schemes": ("bf16",)}), assumed_rates(GPU))
+        (base,) = predict(
+            Work(**settings | BASELINE.get(name, {}) | {"schemes": ("bf16",)}), assumed_rates(GPU)
+        )
         rows = predict(Work(**settings), assumed_rates(GPU))
         for off, linears in zip(rows[::2], rows[1::2], strict=True):
             paper = PAPER.get((name, off["scheme"]), ("", ""))
@@ -73,14 +88,22 @@ def speed() -> str:
 def phases() -> str:
     """Return the seconds of each phase of a step with long responses, and its largest terms."""
     _, linears = predict(Work(**LONG), assumed_rates(GPU))
-    lines = [[phase, _seconds(linears["phases"][phase]), _largest(linears, phase)] for phase in PHASES]
+    lines = [
+        [phase, _seconds(linears["phases"][phase]), _largest(linears, phase)] for phase in PHASES
+    ]
     lines.append(["step", _seconds(linears["step"]), ""])
     return markdown_table(["phase", "predicted, s", "largest terms, s"], lines)
 
 
 def _largest(row: dict[str, Any], phase: str) -> str:
-    terms = [(seconds, name) for name, seconds in row["seconds"].items() if TERMS[name][0] == phase and seconds]
-    return ", ".join(f"{name} {_seconds(seconds)}" for seconds, name in sorted(terms, reverse=True)[:5])
+    terms = [
+        (seconds, name)
+        for name, seconds in row["seconds"].items()
+        if TERMS[name][0] == phase and seconds
+    ]
+    return ", ".join(
+        f"{name} {_seconds(seconds)}" for seconds, name in sorted(terms, reverse=True)[:5]
+    )
 
 
 def _seconds(value: float) -> str:
@@ -90,25 +113,39 @@ def _seconds(value: float) -> str:
 def fits() -> str:
     """Return the longest responses, in tokens, with which a local run of `lora.r=32` fits one GPU, by model and GPU."""
     heads = ["longest responses, W4A16, `lora.r=32`", *(f"{gigabytes} GB" for gigabytes in ROOM)]
-    return markdown_table(heads, [[name, *(_longest(name, room) for room in ROOM.values())] for name in ADAPTED])
+    return markdown_table(
+        heads, [[name, *(_longest(name, room) for room in ROOM.values())] for name in ADAPTED]
+    )
 
 
 def _longest(name: str, room: float) -> str:
     source = find_model(name)
     positions = source.config["max_position_embeddings"]
-    kernels = dict.fromkeys(source.size.linears().values(), "vllm_marlin")  # stores its own copy of the weights
+    kernels = dict.fromkeys(
+        source.size.linears().values(), "vllm_marlin"
+    )  # stores its own copy of the weights
     for tokens in (2**power for power in range(15, 8, -1) if PROMPT + 2**power <= positions):
         work = Work(model=name, prompts=64, n=8, prompt_length=PROMPT)
         sizes = {f"{part}_micro_batch_size_per_gpu": 1 for part in ("ppo", "log_prob")}
-        more: dict[str, Any] = {"data": {"max_response_length": tokens}, "lora": {"r": 32}, "actor": sizes}
-        config = run_config(name, work, "w4a16", "linears", model={"gradient_checkpointing": True}, **more)
+        more: dict[str, Any] = {
+            "data": {"max_response_length": tokens},
+            "lora": {"r": 32},
+            "actor": sizes,
+        }
+        config = run_config(
+            name, work, "w4a16", "linears", model={"gradient_checkpointing": True}, **more
+        )
         for share in SHARES:
             rollout = config.rollout.model_copy(update={"gpu_memory_utilization": share})
             run = config.model_copy(update={"rollout": rollout})
-            plan = estimate(source.size, run, device="cuda", gpu_memory_bytes=int(room * GIB), kernels=kernels)
+            plan = estimate(
+                source.size, run, device="cuda", gpu_memory_bytes=int(room * GIB), kernels=kernels
+            )
             if plan.total("update") > TIGHT * room * GIB:  # whatever vLLM's share
                 break
-            if plan.peak[1] <= TIGHT * room * GIB and plan.kv_tokens >= SEQUENCES * (PROMPT + tokens):
+            if plan.peak[1] <= TIGHT * room * GIB and plan.kv_tokens >= SEQUENCES * (
+                PROMPT + tokens
+            ):
                 return f"{tokens} ({share:.0%})"
     return "none"
 

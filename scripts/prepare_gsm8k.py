@@ -13,7 +13,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from math_data import SCHEMA, Counts, Source, exit_code, local_files, problems, to_row, write_parquet, write_report
+from math_data import (
+    SCHEMA,
+    Counts,
+    Source,
+    exit_code,
+    local_files,
+    problems,
+    to_row,
+    write_parquet,
+    write_report,
+)
 
 
 def prepare(source: Source, path: Path, workers: int) -> None:
@@ -31,17 +41,27 @@ def prepare(source: Source, path: Path, workers: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare both splits. Return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("data/gsm8k"), help="folder of the files")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("data/gsm8k"), help="folder of the files"
+    )
     parser.add_argument("--workers", type=int, default=1, help="processes that verify answers")
     for split in ("train", "test"):
-        parser.add_argument(f"--{split}", nargs="+", default=[], help="local files or folders, not the Hub")
+        parser.add_argument(
+            f"--{split}", nargs="+", default=[], help="local files or folders, not the Hub"
+        )
     args = parser.parse_args(argv)
 
     def run() -> None:
         for split in ("train", "test"):
             files = local_files(getattr(args, split))
-            prepare(Source("openai/gsm8k", files, "main", split), args.output / f"{split}.parquet", args.workers)
+            prepare(
+                Source("openai/gsm8k", files, "main", split),
+                args.output / f"{split}.parquet",
+                args.workers,
+            )
 
     return exit_code(run)
 

@@ -55,7 +55,9 @@ def keys_file(path: Path) -> Path:
     return path.with_suffix(".keys")
 
 
-def prepare(name: str, source: Source, samples: int, output: Path, seen: dict[bytes, str], workers: int) -> Counts:
+def prepare(
+    name: str, source: Source, samples: int, output: Path, seen: dict[bytes, str], workers: int
+) -> Counts:
     """Write output/NAME.parquet and its report. `seen` maps the problems of earlier sets to their set, and grows."""
     counts = Counts()
     path = output / f"{name}.parquet"
@@ -76,18 +78,37 @@ def prepare(name: str, source: Source, samples: int, output: Path, seen: dict[by
 
     counts.written = write_parquet(path, EVAL_SCHEMA, rows())
     keys_file(path).write_text("".join(f"{key.hex()}\n" for key in published), encoding="utf-8")
-    write_report(path, source, counts, samples_per_problem=samples, problems_also_in=dict(sorted(repeated.items())))
-    print(f"{path}: {counts.describe()}" + "".join(f"; {n} also in {other}" for other, n in sorted(repeated.items())))
+    write_report(
+        path,
+        source,
+        counts,
+        samples_per_problem=samples,
+        problems_also_in=dict(sorted(repeated.items())),
+    )
+    print(
+        f"{path}: {counts.describe()}"
+        + "".join(f"; {n} also in {other}" for other, n in sorted(repeated.items()))
+    )
     return counts
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("data/math_eval"), help="folder of the files")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="which sets; all by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("data/math_eval"), help="folder of the files"
+    )
+    parser.add_argument(
+        "--sets", nargs="+", choices=SETS, default=list(SETS), help="which sets; all by default"
+    )
     many: Any = {"action": "append", "default": []}
-    parser.add_argument("--file", **many, metavar="SET=PATH", help="local file or folder, not the Hub; repeatable")
-    parser.add_argument("--samples", **many, metavar="SET=N", help="responses per problem in validation; repeatable")
+    parser.add_argument(
+        "--file", **many, metavar="SET=PATH", help="local file or folder, not the Hub; repeatable"
+    )
+    parser.add_argument(
+        "--samples", **many, metavar="SET=N", help="responses per problem in validation; repeatable"
+    )
     add_source_arguments(parser)
     return parser.parse_args(argv)
 
@@ -111,12 +132,16 @@ def sources(args: argparse.Namespace) -> dict[str, tuple[Source, int]]:
     by_name = {}
     for name in dict.fromkeys(args.sets):
         source, number = SETS[name]
-        source = replace(source, problem_column=args.problem_column, answer_column=args.answer_column)
+        source = replace(
+            source, problem_column=args.problem_column, answer_column=args.answer_column
+        )
         if name in files:
             source = replace(source, files=local_files([files[name]]))
         count = samples.get(name, str(number))
         if not count.isdecimal() or int(count) < 1:
-            raise UserError(f"--samples {name}={count}", why="not a number of responses", fix="1 or more")
+            raise UserError(
+                f"--samples {name}={count}", why="not a number of responses", fix="1 or more"
+            )
         by_name[name] = (source, int(count))
     return by_name
 

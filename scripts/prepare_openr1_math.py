@@ -45,7 +45,9 @@ def evaluation_keys(folder: Path, names: Sequence[str]) -> dict[str, list[bytes]
     for name in dict.fromkeys(names):
         file = keys_file(folder / f"{name}.parquet")
         try:
-            keys[name] = [bytes.fromhex(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            keys[name] = [
+                bytes.fromhex(line) for line in file.read_text(encoding="utf-8").splitlines()
+            ]
         except FileNotFoundError as error:
             why = "training prompts that occur in an evaluation set must be left out"
             fix = "run scripts/prepare_math_eval.py first, or name its folder and sets with --eval and --eval-sets"
@@ -68,29 +70,48 @@ def prepare(source: Source, sets: dict[str, list[bytes]], path: Path, workers: i
                 counts.drop(f"in evaluation set {evaluation[key]}", item.row)
             elif key in answers:
                 same = answers[key] == item.answer
-                counts.drop("duplicate" if same else "duplicate with another answer, the first one kept", item.row)
+                counts.drop(
+                    "duplicate" if same else "duplicate with another answer, the first one kept",
+                    item.row,
+                )
             else:
                 answers[key] = item.answer
                 yield to_row(item, DATA_SOURCE, "train", len(answers) - 1)
 
     counts.written = write_parquet(path, SCHEMA, rows())
     published = {name: len(keys) for name, keys in sets.items()}
-    write_report(path, source, counts, evaluation_sets=published, evaluation_problems=len(evaluation))
+    write_report(
+        path, source, counts, evaluation_sets=published, evaluation_problems=len(evaluation)
+    )
     print(f"{path}: {counts.describe()}")
     return counts
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("data/openr1_math/train.parquet"), help="file to write")
-    parser.add_argument("--dataset", default=HUB, help="name on the Hugging Face Hub, optionally with @REVISION")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("data/openr1_math/train.parquet"), help="file to write"
+    )
+    parser.add_argument(
+        "--dataset", default=HUB, help="name on the Hugging Face Hub, optionally with @REVISION"
+    )
     parser.add_argument("--subset", help="subset (configuration) of the data set")
     parser.add_argument("--split", default="train", help="split of the data set")
-    parser.add_argument("--file", nargs="+", default=[], help="local files or folders instead of the Hub")
+    parser.add_argument(
+        "--file", nargs="+", default=[], help="local files or folders instead of the Hub"
+    )
     held_out = parser.add_mutually_exclusive_group()
-    held_out.add_argument("--eval", type=Path, default=Path("data/math_eval"), help="folder of prepare_math_eval.py")
-    parser.add_argument("--eval-sets", nargs="+", default=list(SETS), help="sets in that folder; by default all six")
-    held_out.add_argument("--no-eval", action="store_true", help="leave nothing out for an evaluation set")
+    held_out.add_argument(
+        "--eval", type=Path, default=Path("data/math_eval"), help="folder of prepare_math_eval.py"
+    )
+    parser.add_argument(
+        "--eval-sets", nargs="+", default=list(SETS), help="sets in that folder; by default all six"
+    )
+    held_out.add_argument(
+        "--no-eval", action="store_true", help="leave nothing out for an evaluation set"
+    )
     add_source_arguments(parser)
     return parser.parse_args(argv)
 
@@ -101,8 +122,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         files = local_files(args.file)
-        source = Source(args.dataset, files, args.subset, args.split, args.problem_column, args.answer_column)
-        prepare(source, {} if args.no_eval else evaluation_keys(args.eval, args.eval_sets), args.output, args.workers)
+        source = Source(
+            args.dataset, files, args.subset, args.split, args.problem_column, args.answer_column
+        )
+        prepare(
+            source,
+            {} if args.no_eval else evaluation_keys(args.eval, args.eval_sets),
+            args.output,
+            args.workers,
+        )
 
     return exit_code(run)
 

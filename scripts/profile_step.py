@@ -24,8 +24,12 @@ ROWS = 40
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True, help="the file for Perfetto; it is compressed to .gz")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--trace", type=Path, required=True, help="the file for Perfetto; it is compressed to .gz"
+    )
     args, overrides = parser.parse_known_args(argv)
     config = load_config(overrides)
     trainer = LocalTrainer(config, prepare_run(config))

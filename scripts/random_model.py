@@ -34,7 +34,9 @@ def reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: A
 
 
 def write_prompts(file: Path, vocabulary: int) -> None:
-    numbers = torch.randint(len(SPECIAL), vocabulary, (PROMPTS, WORDS), generator=torch.Generator().manual_seed(0))
+    numbers = torch.randint(
+        len(SPECIAL), vocabulary, (PROMPTS, WORDS), generator=torch.Generator().manual_seed(0)
+    )
     rows = [
         {
             "data_source": "random",
@@ -47,8 +49,14 @@ def write_prompts(file: Path, vocabulary: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a name from qarl/bench/models, or a folder with a config.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="a name from qarl/bench/models, or a folder with a config.json",
+    )
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args(argv)
     prompts = args.output / "prompts.jsonl"
@@ -56,7 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         shutil.rmtree(args.output, ignore_errors=True)
         config = dict(find_model(args.model).config) | {"bos_token_id": None, "pad_token_id": 2}
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            write_model(Source(args.model, config), config["num_hidden_layers"], args.output / "model", eos=1)
+            write_model(
+                Source(args.model, config),
+                config["num_hidden_layers"],
+                args.output / "model",
+                eos=1,
+            )
         staged = prompts.with_suffix(".new")
         write_prompts(staged, config["vocab_size"])
         staged.rename(prompts)

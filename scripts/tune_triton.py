@@ -30,7 +30,15 @@ from qarl.kernels.triton import scaled_mm, w4a16
 from qarl.kernels.triton import tiles as tables
 from qarl.kernels.triton.tiles import Tile
 
-SHAPES = ((2048, 1536), (17920, 1536), (1536, 8960), (4608, 3584), (37888, 3584), (6144, 4096), (24576, 4096))
+SHAPES = (
+    (2048, 1536),
+    (17920, 1536),
+    (1536, 8960),
+    (4608, 3584),
+    (37888, 3584),
+    (6144, 4096),
+    (24576, 4096),
+)
 """(N, K) of the fused linears of Qwen2.5-1.5B, Qwen2.5-7B and Qwen3-8B."""
 EXPERT_SHAPES = ((128, 1536, 2048), (128, 2048, 768))
 """(E, N, K) of Qwen3-30B-A3B."""
@@ -47,7 +55,11 @@ def candidates(operation: str, m: int) -> Iterator[Tile]:
     blocks = [block for block in (16, 32, 64, 128, 256) if block <= max(16, m)][-2:]
     per_sm = (0,) if operation.startswith("grouped") else (2, 4) if m <= 128 else (0, 1)
     backward = operation.endswith("backward")
-    wide, deep = ((32, 64), (256,)) if backward else ((64, 128, 256), (64, 128) if "w4a16" in operation else (128,))
+    wide, deep = (
+        ((32, 64), (256,))
+        if backward
+        else ((64, 128, 256), (64, 128) if "w4a16" in operation else (128,))
+    )
     for rest in itertools.product(blocks, wide, deep, (4, 8), (3, 4), per_sm):
         tile = Tile(*rest)
         columns = tile.BK if backward else tile.BN
@@ -65,7 +77,9 @@ def make_call(operation: str, m: int, shape: tuple[int, ...]) -> Call:
     if experts:
         more = ((torch.arange(1, experts[0] + 1, device=device) * m).to(torch.int32),)
     if name.startswith("w4a16"):
-        packed = torch.randint(-(2**31), 2**31, (*experts, n, k // 8), device=device).to(torch.int32)
+        packed = torch.randint(-(2**31), 2**31, (*experts, n, k // 8), device=device).to(
+            torch.int32
+        )
         scale = torch.rand(*experts, n, k // GROUP, device=device).bfloat16()
         backward = name.endswith("backward")
         x = torch.randn(rows, n if backward else k, device=device).bfloat16()
@@ -79,7 +93,9 @@ def make_call(operation: str, m: int, shape: tuple[int, ...]) -> Call:
     scales = torch.rand(rows, 1, device=device), torch.rand(*experts, n, 1, device=device)
     run = grouped.grouped_scaled_mm if experts else scaled_mm.scaled_mm
     fast = name == "fp8_fast"
-    return lambda tile: run(x, scales[0], weight, scales[1], *more, fast_accumulation=fast, tile=tile)
+    return lambda tile: run(
+        x, scales[0], weight, scales[1], *more, fast_accumulation=fast, tile=tile
+    )
 
 
 def measure(call: Call, tile: Tile | None, expected: torch.Tensor) -> float:
@@ -90,7 +106,9 @@ def measure(call: Call, tile: Tile | None, expected: torch.Tensor) -> float:
         if not error < 1e-2:
             print(f"  wrong numbers: {tile}, relative error {float(error):.1e}")
             return math.inf
-        return triton.testing.do_bench(lambda: call(tile), warmup=5, rep=MILLISECONDS, return_mode="median")
+        return triton.testing.do_bench(
+            lambda: call(tile), warmup=5, rep=MILLISECONDS, return_mode="median"
+        )
     except OutOfResources:
         return math.inf
     except RuntimeError as error:
@@ -103,10 +121,15 @@ def best(operation: str, m: int, deadline: float) -> tuple[Tile | None, Measured
 
     Candidates that are 1.5 times slower than the best on the first shape are not run on the others.
     """
-    shapes: tuple[tuple[int, ...], ...] = EXPERT_SHAPES if operation.startswith("grouped") else SHAPES
+    shapes: tuple[tuple[int, ...], ...] = (
+        EXPERT_SHAPES if operation.startswith("grouped") else SHAPES
+    )
     logs: dict[Tile | None, list[float]] = {}
     first = tables.choose(operation, torch.device("cuda"), m)
-    alive: list[Tile | None] = [first, *(tile for tile in candidates(operation, m) if tile != first)]
+    alive: list[Tile | None] = [
+        first,
+        *(tile for tile in candidates(operation, m) if tile != first),
+    ]
     if "w4a16" in operation and first is not None:
         alive.insert(1, None)
     for number, shape in enumerate(shapes):
@@ -129,7 +152,9 @@ def rules(operation: str, deadline: float) -> list[dict[str, Any]]:
         tile, means = best(operation, m, deadline)
         winners.append((m, tile))
         dequantized = f", dequantized {means[None] * 1e3:.1f} us" if None in means else ""
-        print(f"{operation} M <= {m}: {tile} {means[tile] * 1e3:.1f} us{dequantized}, {len(means)} finished")
+        print(
+            f"{operation} M <= {m}: {tile} {means[tile] * 1e3:.1f} us{dequantized}, {len(means)} finished"
+        )
         if tile is None:
             break
     table = [{"max_m": m, "tile": list(tile)} for m, tile in winners if tile is not None]
@@ -154,11 +179,19 @@ def main() -> None:
     stored = json.loads(tables.PATH.read_text(encoding="utf-8"))
     device = torch.device("cuda")
     kind = tables.architecture(device) if torch.cuda.is_available() else "hopper"
-    operations = [name for name, entries in stored[kind].items() if entries and not name.endswith("invariant")]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    operations = [
+        name for name, entries in stored[kind].items() if entries and not name.endswith("invariant")
+    ]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--operations", nargs="+", choices=operations, default=operations)
-    parser.add_argument("--output", type=Path, help="where to write the tables; without it they are printed")
-    parser.add_argument("--minutes", type=float, default=30.0, help="in all; when they run out, less is tried")
+    parser.add_argument(
+        "--output", type=Path, help="where to write the tables; without it they are printed"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="in all; when they run out, less is tried"
+    )
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args()
     if arguments.dry_run:
@@ -173,7 +206,9 @@ def main() -> None:
         stored[kind][name] = rules(name, start + share * (number + 1))
         if arguments.output:
             arguments.output.write_text(dump(stored), encoding="utf-8")
-    print(f"{torch.cuda.get_device_name()}, triton {triton.__version__}: {time.monotonic() - start:.0f} s")
+    print(
+        f"{torch.cuda.get_device_name()}, triton {triton.__version__}: {time.monotonic() - start:.0f} s"
+    )
     if not arguments.output:
         print(dump(stored))
 

@@ -100,13 +100,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _multiplies_fp8(item: pytest.Item) -> bool:
-    scheme = isinstance(item, pytest.Function) and hasattr(item, "callspec") and "fp8" in item.callspec.id.split("-")
+    scheme = (
+        isinstance(item, pytest.Function)
+        and hasattr(item, "callspec")
+        and "fp8" in item.callspec.id.split("-")
+    )
     return scheme and item.path.stem in FP8_FILES
 
 
 def _long_files_first(items: list[pytest.Item]) -> None:
     """Otherwise one process of pytest-xdist works alone at the end. Needs --no-loadscope-reorder, see the Makefile."""
-    marked = {mark: {item.path for item in items if item.get_closest_marker(mark)} for mark in ("verl", "vllm")}
+    marked = {
+        mark: {item.path for item in items if item.get_closest_marker(mark)}
+        for mark in ("verl", "vllm")
+    }
     items.sort(key=lambda item: (item.path not in marked["verl"], item.path not in marked["vllm"]))
 
 
@@ -116,7 +123,11 @@ def verl_is_imported_by_marked_tests_only(request: pytest.FixtureRequest) -> Ite
     # Elsewhere the test that happens to come first in its process would answer for all the others.
     before = "verl" in sys.modules or "verl" not in request.config.option.markexpr
     yield
-    if not before and "verl" in sys.modules and not NOT_FAST & {mark.name for mark in request.node.iter_markers()}:
+    if (
+        not before
+        and "verl" in sys.modules
+        and not NOT_FAST & {mark.name for mark in request.node.iter_markers()}
+    ):
         pytest.fail("this test imports verl: mark it with pytest.mark.verl")
 
 
@@ -141,7 +152,11 @@ def in_the_checkout() -> Iterator[None]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture(scope="session")
@@ -156,7 +171,9 @@ def pristine_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def startable_run(tmp_path: Path, pristine_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def startable_run(
+    tmp_path: Path, pristine_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """The current directory: a run that would start, with its model and data, on a CPU with every flag and a vLLM for
     CPUs."""
     from qarl.checks import machine, model

@@ -33,31 +33,51 @@ def parameters(proof: Result, settings: list[str]) -> dict[str, Any]:
     values = {}
     for name, _, text in (setting.partition("=") for setting in settings):
         if name not in known:
-            raise SystemExit(f"{proof.name} has no parameter {name}; it has {', '.join(known) or 'none'}")
+            raise SystemExit(
+                f"{proof.name} has no parameter {name}; it has {', '.join(known) or 'none'}"
+            )
         default = known[name]
-        read = str if isinstance(default, tuple) and isinstance(default[0], str) else yaml.safe_load  # "off" is a word
-        values[name] = tuple(map(read, text.split(","))) if isinstance(default, tuple) else read(text)
+        read = (
+            str if isinstance(default, tuple) and isinstance(default[0], str) else yaml.safe_load
+        )  # "off" is a word
+        values[name] = (
+            tuple(map(read, text.split(","))) if isinstance(default, tuple) else read(text)
+        )
     return values
 
 
 def check(proof: Result, path: Path) -> int:
     """Print how the rows in `path` differ from the committed ones; return in how many places."""
-    committed, fresh = (rows_of(json.loads(file.read_text()), proof.key) for file in (RESULTS / proof.file, path))
-    messages = [f"{name}: {line}" for name in fresh for line in differences(committed.get(name), fresh[name])]
-    print(*messages, f"{len(fresh)} of {len(committed)} rows compared, {len(messages)} differences", sep="\n")
+    committed, fresh = (
+        rows_of(json.loads(file.read_text()), proof.key) for file in (RESULTS / proof.file, path)
+    )
+    messages = [
+        f"{name}: {line}"
+        for name in fresh
+        for line in differences(committed.get(name), fresh[name])
+    ]
+    print(
+        *messages,
+        f"{len(fresh)} of {len(committed)} rows compared, {len(messages)} differences",
+        sep="\n",
+    )
     return len(messages)
 
 
 def without_amx() -> None:
     """Make this process that of a CPU without AMX: vLLM asks torch which kernels to choose, oneDNN its environment."""
-    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"  # oneDNN reads it once, so before the import
+    os.environ["ONEDNN_MAX_CPU_ISA"] = (
+        "AVX512_CORE_BF16"  # oneDNN reads it once, so before the import
+    )
     import torch
 
     torch.cpu._is_amx_tile_supported = lambda: False
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", nargs="?", choices=[*proofs(), None], metavar="NAME")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="parameters of the proof")
     parser.add_argument("--list", action="store_true")
@@ -82,8 +102,12 @@ def main(argv: list[str] | None = None) -> int:
 
     torch.set_num_threads(1)
     proof = proofs()[args.name]
-    path = args.output or (ROOT / "runs" / "proofs" / proof.file if args.check else RESULTS / proof.file)
-    command = shlex.join(["python", "-m", "benchmarks.proofs", *(sys.argv[1:] if argv is None else argv)])
+    path = args.output or (
+        ROOT / "runs" / "proofs" / proof.file if args.check else RESULTS / proof.file
+    )
+    command = shlex.join(
+        ["python", "-m", "benchmarks.proofs", *(sys.argv[1:] if argv is None else argv)]
+    )
     record = Record(path, command, proof.key, only=args.only, again=args.again or args.check)
     proof.load()(record, **parameters(proof, args.settings))
     differ = check(proof, path) if args.check else 0

@@ -8,8 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.proofs import trl
-from benchmarks.proofs.families import ALL, run_arguments, write_config, write_prompts, write_weights
-from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, SCHEMES, Record, Row, Run, arguments, timed
+from benchmarks.proofs.families import (
+    ALL,
+    run_arguments,
+    write_config,
+    write_prompts,
+    write_weights,
+)
+from benchmarks.proofs.harness import (
+    LEVELS,
+    QUIET,
+    ROOT,
+    SCHEMES,
+    Record,
+    Row,
+    Run,
+    arguments,
+    timed,
+)
 from qarl.align.families import SHOWN, WITHOUT_ADAPTERS
 from qarl.config import load_config
 
@@ -52,16 +68,24 @@ def adapters_levels(
         if record.wants(name) and (level != "off" or scheme == "bf16"):
             row: Row = {}
             with timed(row):
-                logged, applied = (under_trl if backend == "trl" else trained)(backend, model, scheme, level, steps)
+                logged, applied = (under_trl if backend == "trl" else trained)(
+                    backend, model, scheme, level, steps
+                )
             row |= summarised(logged) | {"applied": applied}
             reached = LEVELS.index(applied) >= LEVELS.index(level)
             exact = LEVELS.index(level) < LEVELS.index("model") or row["abs_max"] == 0
-            record.add(name, row, ok=reached and exact and row["steps_with_gradient"] > row["steps"] / 2)
+            record.add(
+                name, row, ok=reached and exact and row["steps_with_gradient"] > row["steps"] / 2
+            )
 
 
 def trained(backend: str, model: str, scheme: str, level: str, steps: int) -> tuple[list[Row], str]:
     settings = QUIET | SMALL | MODELS[model] | {"quant.scheme": scheme, "quant.align": level}
-    settings |= {"trainer.total_training_steps": steps, "trainer.resume_mode": "disable", "trainer.val_max_prompts": 8}
+    settings |= {
+        "trainer.total_training_steps": steps,
+        "trainer.resume_mode": "disable",
+        "trainer.val_max_prompts": 8,
+    }
     settings |= {"trainer.n_gpus_per_node": 2} if backend == "verl on two ranks" else {}
     name = f"{backend}-{model}-{scheme}-{level}".replace(" ", "_")
     run = Run.train(name, FOLDER, CONFIGS[backend.split()[0]], settings)
@@ -70,7 +94,9 @@ def trained(backend: str, model: str, scheme: str, level: str, steps: int) -> tu
     return run.steps, run.summary["quant_align"]
 
 
-def under_trl(backend: str, model: str, scheme: str, level: str, steps: int) -> tuple[list[Row], str]:
+def under_trl(
+    backend: str, model: str, scheme: str, level: str, steps: int
+) -> tuple[list[Row], str]:
     """The same under TRL, which counts updates as steps, two for each rollout."""
     settings: dict[str, Any] = {
         "quant_scheme": scheme,
@@ -86,7 +112,9 @@ def under_trl(backend: str, model: str, scheme: str, level: str, steps: int) -> 
         settings |= {"model": str(ROOT / MODELS[model]["model.path"]), "quant_ignore": ROUTERS}
         settings |= {"router_aux_loss_coef": 0}  # which QaRL under TRL requires of experts
     (outcome,) = trl.run(settings)
-    return [{"actor/grad_norm": entry["grad_norm"]} | entry for entry in outcome["history"]], outcome["level"]
+    return [
+        {"actor/grad_norm": entry["grad_norm"]} | entry for entry in outcome["history"]
+    ], outcome["level"]
 
 
 def summarised(steps: list[Row]) -> Row:
@@ -102,13 +130,18 @@ def summarised(steps: list[Row]) -> Row:
     }
 
 
-REWARD = (
-    "def letters(data_source, solution_str, ground_truth, extra_info=None):\n    return float(len(set(solution_str)))\n"
-)
+REWARD = """\
+def letters(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(set(solution_str)))
+"""
 
 
 def adapters_families(
-    record: Record, *, families: tuple[str, ...] = ALL, schemes: tuple[str, ...] = ("w4a16", "bf16"), steps: int = 3
+    record: Record,
+    *,
+    families: tuple[str, ...] = ALL,
+    schemes: tuple[str, ...] = ("w4a16", "bf16"),
+    steps: int = 3,
 ) -> None:
     """Train adapters of a random model of each family, so fast that they matter: |δ| of the last step.
 

@@ -42,7 +42,13 @@ ENDINGS: dict[str, Row] = {
 def levels(
     record: Record,
     *,
-    variants: tuple[str, ...] = ("bf16-off", "w4a16-off", "w4a16-linears", "w4a16-model", "w4a16-exact"),
+    variants: tuple[str, ...] = (
+        "bf16-off",
+        "w4a16-off",
+        "w4a16-linears",
+        "w4a16-model",
+        "w4a16-exact",
+    ),
     seeds: tuple[int, ...] = (0,),
     steps: int = 50,
     config: str = "quickstart.yaml",
@@ -54,7 +60,9 @@ def levels(
             if not record.wants(name := f"{variant} | {seed}"):
                 continue
             settings = {"quant.scheme": scheme, "quant.align": level, "seed": seed}
-            settings |= {"trainer.total_training_steps": steps} | (ENDINGS[ending[0]] if ending else {})
+            settings |= {"trainer.total_training_steps": steps} | (
+                ENDINGS[ending[0]] if ending else {}
+            )
             run = Run.train(name.replace(" | ", "-"), Path("runs/proofs/levels"), config, settings)
             if run.code:
                 raise SystemExit(f"{name}: {run.error}")
@@ -98,13 +106,20 @@ def top_p(
     `ratio_abs_dev_max`: largest |r - 1|. The random model's nucleus is a hundred of 288 tokens, the trained one's two.
     """
     with tempfile.TemporaryDirectory() as parent:
-        paths = {"trained": TINY, "random": random_twin(Path(parent) / "random", initializer_range=0.1)}
+        paths = {
+            "trained": TINY,
+            "random": random_twin(Path(parent) / "random", initializer_range=0.1),
+        }
         for model, scheme, level in ((m, s, v) for m in models for s in schemes for v in levels):
             names = {f"{model} | {scheme} | {level} | {kind}": kind for kind in SAMPLINGS}
             if not any(map(record.wants, names)):
                 continue
             with local_trainer(
-                model__path=paths[model], quant__scheme=scheme, quant__align=level, optim__lr=0, actor__ppo_epochs=2
+                model__path=paths[model],
+                quant__scheme=scheme,
+                quant__align=level,
+                optim__lr=0,
+                actor__ppo_epochs=2,
             ) as trainer:
                 for name, kind in names.items():
                     if record.wants(name):
@@ -129,14 +144,18 @@ def random_twin(folder: Path, *, source: str = TINY.name, **changes: Any) -> Pat
 
 def _sampled(trainer: Any, sampling: Row) -> Row:
     config = trainer.config
-    trainer.config = config.model_copy(update={"rollout": config.rollout.model_copy(update=sampling)})
+    trainer.config = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update=sampling)}
+    )
     temperature = trainer.config.rollout.temperature
     try:
         batch, _ = trainer.rollout()
         old = trainer.old_log_probs(batch)
         update = trainer.update(batch, old)
         again = log_probs(trainer.policy, batch, rows=40, temperature=temperature)
-        plain = log_probs(trainer.policy, replace(batch, sampling_mask=None), rows=40, temperature=temperature)
+        plain = log_probs(
+            trainer.policy, replace(batch, sampling_mask=None), rows=40, temperature=temperature
+        )
     finally:
         trainer.config = config
     mask = batch.response_mask
@@ -147,7 +166,9 @@ def _sampled(trainer: Any, sampling: Row) -> Row:
         "tokens": int(mask.sum()),
         "mean": metrics["mismatch/abs_mean"],
         "max": metrics["mismatch/abs_max"],
-        "limit": resolve_limit(None, trainer.policy.align, response_length=length, temperature=temperature),
+        "limit": resolve_limit(
+            None, trainer.policy.align, response_length=length, temperature=temperature
+        ),
         "kept_mean": None
         if allowed is None
         else float(sum((allowed[mask] >> i & 1).sum() for i in range(8)) / mask.sum()),

@@ -10,7 +10,11 @@ from qarl.diagnose.calibrate import REFERENCE, calibrate
 
 
 def thresholds(
-    record: Record, *, schemes: tuple[str, ...] = ("w4a16", "w8a8"), batches: int = 16, share: float = 0.05
+    record: Record,
+    *,
+    schemes: tuple[str, ...] = ("w4a16", "w8a8"),
+    batches: int = 16,
+    share: float = 0.05,
 ) -> None:
     """At `exact`, δ is 0 and no threshold is proposed; elsewhere none loses more than `share`, and `exact` loses none.
 
@@ -21,7 +25,9 @@ def thresholds(
             continue
         row: Row = {"share": share}
         with tempfile.TemporaryDirectory() as folder, timed(row):
-            config = run_config("quickstart.yaml", QUIET | {"output_dir": folder, "quant.scheme": scheme})
+            config = run_config(
+                "quickstart.yaml", QUIET | {"output_dir": folder, "quant.scheme": scheme}
+            )
             row |= calibrate(config, CalibrateRequest(batches=batches, share=share))
         record.add(scheme, row, ok=_holds(row, share))
 
@@ -31,5 +37,7 @@ def _holds(report: Row, share: float) -> bool:
     proposed = [row for level in levels.values() for row in level["thresholds"] if "keys" in row]
     lossless = all(row["reference_loses"] == 0 and row["loses"] <= share for row in proposed)
     reference = levels[REFERENCE]
-    exact = reference["mismatch"]["abs_max"] == 0 and all("none" in row for row in reference["thresholds"])
+    exact = reference["mismatch"]["abs_max"] == 0 and all(
+        "none" in row for row in reference["thresholds"]
+    )
     return bool(proposed) and lossless and exact

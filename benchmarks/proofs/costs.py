@@ -27,7 +27,12 @@ from qarl.checks.model_size import ModelSize
 
 
 def costs(
-    record: Record, *, model: str = "Qwen3-30B-A3B", scheme: str = "w4a16", tokens: int = 22528, gpus: int = 8
+    record: Record,
+    *,
+    model: str = "Qwen3-30B-A3B",
+    scheme: str = "w4a16",
+    tokens: int = 22528,
+    gpus: int = 8,
 ) -> None:
     """Count the phases of a layer for micro-batches of `tokens`, weights shared by `gpus`. bf16 has two phases."""
     size = find_model(model).size
@@ -51,11 +56,32 @@ def count(size: ModelSize, scheme: str, tokens: int, gpus: int) -> list[Phase]:
 
 def table(phases: Sequence[Phase], size: ModelSize) -> str:
     """Return a Markdown table of one layer, with the kernels and bytes of all layers beside it."""
-    heads = ("phase", "kernels", "copies", "syncs", "GB", "least GB", "ratio", "kernels, all layers", "GB, all layers")
+    heads = (
+        "phase",
+        "kernels",
+        "copies",
+        "syncs",
+        "GB",
+        "least GB",
+        "ratio",
+        "kernels, all layers",
+        "GB, all layers",
+    )
     rows = []
     for phase in phases:
         counts = phase.counts
-        cells = [phase.name, counts.kernels, counts.copies, counts.syncs, f"{counts.moved / 1e9:.2f}"]
-        cells += [f"{phase.least / 1e9:.2f}", f"{counts.moved / phase.least:.2f}" if phase.least else ""]
-        rows.append([*cells, counts.kernels * size.layers, f"{counts.moved * size.layers / 1e9:.0f}"])
+        cells = [
+            phase.name,
+            counts.kernels,
+            counts.copies,
+            counts.syncs,
+            f"{counts.moved / 1e9:.2f}",
+        ]
+        cells += [
+            f"{phase.least / 1e9:.2f}",
+            f"{counts.moved / phase.least:.2f}" if phase.least else "",
+        ]
+        rows.append(
+            [*cells, counts.kernels * size.layers, f"{counts.moved * size.layers / 1e9:.0f}"]
+        )
     return markdown_table(heads, rows)

@@ -25,13 +25,33 @@ from torch.utils._pytree import tree_leaves
 
 from qarl.kernels.base import AssumedGPU, assume
 
-_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "device", "sym_")
+_FREE = (
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty_strided",
+    "_unsafe_view",
+    "device",
+    "sym_",
+)
 """Names of operators, or their beginnings, that start no kernel."""
 _DATA_DEPENDENT = ("nonzero", "masked_select", "unique", "_unique2", "equal", "repeat_interleave")
 """Operators for whose result the host waits."""
 _TABLES = ("index", "index_select", "gather", "embedding", "take_along_dim")
 """Operators that read only some rows of their first operand."""
-_FILLS = ("fill_", "zero_", "copy_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros")
+_FILLS = (
+    "fill_",
+    "zero_",
+    "copy_",
+    "zeros",
+    "ones",
+    "full",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "new_zeros",
+)
 """Operators that do not read what they overwrite."""
 _SCATTERS = ("index_put_", "index_put", "index_copy_", "scatter_", "index_add_", "scatter_add_")
 
@@ -63,7 +83,10 @@ class Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if name in ("_to_copy", "copy_") and len({tensor.is_meta for tensor in operands} | _target(name, kwargs)) > 1:
+        if (
+            name in ("_to_copy", "copy_")
+            and len({tensor.is_meta for tensor in operands} | _target(name, kwargs)) > 1
+        ):
             return self._copy(func, name, args, kwargs)
         if name == "_local_scalar_dense" and operands[0].is_meta:
             self.names.append(name)
@@ -107,7 +130,9 @@ class Counting(TorchDispatchMode):
             return source
         dtype = kwargs.get("dtype") or source.dtype
         device = kwargs["device"]
-        return torch.empty_strided(source.shape, source.stride(), dtype=dtype, device=device).zero_()
+        return torch.empty_strided(
+            source.shape, source.stride(), dtype=dtype, device=device
+        ).zero_()
 
 
 def _target(name: str, kwargs: Any) -> set[bool]:
@@ -118,7 +143,9 @@ def _target(name: str, kwargs: Any) -> set[bool]:
 def _is_view(func: Any) -> bool:
     """Whether the operator returns a view of its operand, without a kernel."""
     returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

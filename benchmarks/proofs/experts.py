@@ -42,9 +42,14 @@ def experts_real_size(record: Record, *, vocabulary: int = 4096, steps: int = 1)
         return
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
-        shape = dict(find_model("Qwen3-30B-A3B").config) | {"num_hidden_layers": 1, "max_window_layers": 1}
+        shape = dict(find_model("Qwen3-30B-A3B").config) | {
+            "num_hidden_layers": 1,
+            "max_window_layers": 1,
+        }
         (folder / "shape").mkdir()
-        (folder / "shape" / "config.json").write_text(json.dumps(shape | {"vocab_size": vocabulary}))
+        (folder / "shape" / "config.json").write_text(
+            json.dumps(shape | {"vocab_size": vocabulary})
+        )
         arguments = ["--model", str(folder / "shape"), "--output", str(folder / "layer")]
         subprocess.run([sys.executable, str(RANDOM_MODEL), *arguments], check=True)
         row = measure(run_config("qwen3_30b_w4a16.yaml", keys(folder, steps)))
@@ -92,10 +97,15 @@ def measure(config: Any) -> Row:
         levels[config.quant.align] = mismatch(trainer.policy, first)
         for replay in ("on", "off"):
             rollout = config.rollout.model_copy(update={"router_replay": replay})
-            changed = with_keys(config, {"quant.align": "linears"}).model_copy(update={"rollout": rollout})
+            changed = with_keys(config, {"quant.align": "linears"}).model_copy(
+                update={"rollout": rollout}
+            )
             levels[f"linears, replay {replay}"] = mismatch(Policy.load(changed), first)
         trainer.timer.pop()
-        steps = [trainer.train_step() | trainer.timer.pop() for _ in range(config.trainer.total_training_steps)]
+        steps = [
+            trainer.train_step() | trainer.timer.pop()
+            for _ in range(config.trainer.total_training_steps)
+        ]
         last = sample(trainer)
         after = mismatch(trainer.policy, last)
     tokens = [torch.tensor(batch.response_token_ids) for batch in (first, last)]
@@ -113,9 +123,15 @@ def measure(config: Any) -> Row:
 
 def sample(trainer: LocalTrainer) -> RolloutBatch:
     """Return two responses to each prompt, whose seeds do not depend on the training step."""
-    prompts = [prompt.prompt_token_ids for prompt in islice(trainer.parts.train_prompts, PROMPTS) for _ in range(2)]
+    prompts = [
+        prompt.prompt_token_ids
+        for prompt in islice(trainer.parts.train_prompts, PROMPTS)
+        for _ in range(2)
+    ]
     seeds = [request_seed(trainer.config.seed, SEED_STEP, i) for i in range(len(prompts))]
-    return trainer.generate(prompts, dataclasses.replace(SamplingConfig.of_run(trainer.config), ignore_eos=True), seeds)
+    return trainer.generate(
+        prompts, dataclasses.replace(SamplingConfig.of_run(trainer.config), ignore_eos=True), seeds
+    )
 
 
 def mismatch(policy: Policy, rollout: RolloutBatch) -> dict[str, float]:

@@ -25,7 +25,17 @@ import torch
 import yaml
 from pyarrow import parquet
 
-from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, TINY, Record, Row, arguments, delta, rows_of
+from benchmarks.proofs.harness import (
+    LEVELS,
+    QUIET,
+    ROOT,
+    TINY,
+    Record,
+    Row,
+    arguments,
+    delta,
+    rows_of,
+)
 from qarl.align.families import FAMILIES, PADDED, SHOWN
 from qarl.align.model_config import REFUSED, UNREAD, read_keys
 from qarl.align.model_config import SIZES as SIZE_KEYS
@@ -42,7 +52,9 @@ from qarl.trainer.prepare import prepare_run
 
 ALL = (*FAMILIES, *SHOWN)
 PROMPTS = ROOT / "data" / "column_addition" / "train.parquet"
-VALUES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("family_values.yaml").read_text(encoding="utf-8"))
+VALUES: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("family_values.yaml").read_text(encoding="utf-8")
+)
 THETA = {"rope_theta": 10000.0}
 LARGEST = 200_000_000
 """Parameters of a model that is measured."""
@@ -62,7 +74,11 @@ def optional_keys(family: str) -> list[str]:
 def engine_keys(family: str) -> list[str]:
     """Return the keys without a field in the config class that vLLM or transformers reads all the same."""
     read = read_keys(family)
-    keys = [key for key, refusal in REFUSED.items() if family in refusal.families or (family in SHOWN and key in read)]
+    keys = [
+        key
+        for key, refusal in REFUSED.items()
+        if family in refusal.families or (family in SHOWN and key in read)
+    ]
     return [key for key in keys if key not in optional_keys(family) and key in VALUES["values"]]
 
 
@@ -76,11 +92,20 @@ def rows(family: str) -> dict[str, Row]:
     for key in (*optional_keys(family), *engine_keys(family)):
         usual = getattr(default, key, None)
         if key not in VALUES["values"] and not isinstance(usual, bool):
-            raise KeyError(f"{family}: write another value than {usual!r} for {key} into family_values.yaml")
+            raise KeyError(
+                f"{family}: write another value than {usual!r} for {key} into family_values.yaml"
+            )
         changes.append({key: not usual if isinstance(usual, bool) else VALUES["values"][key]})
     changes += VALUES["more"].get(family, [])
-    labelled = {", ".join(f"{key}: {json.dumps(value)}" for key, value in change.items()): change for change in changes}
-    return {"defaults": {}, "sizes": _settable(default, VALUES["other_sizes"])} | labelled | rotary_rows()
+    labelled = {
+        ", ".join(f"{key}: {json.dumps(value)}" for key, value in change.items()): change
+        for change in changes
+    }
+    return (
+        {"defaults": {}, "sizes": _settable(default, VALUES["other_sizes"])}
+        | labelled
+        | rotary_rows()
+    )
 
 
 @cache
@@ -92,7 +117,9 @@ def rotary_rows() -> dict[str, Row]:
         cases |= {f"rotary {kind}": keys} if kind != "default" else {}
         more = paired | VALUES["scaling"].get(kind, {})
         cases |= {f"rotary {kind}, {name}": keys | change for name, change in more.items()}
-    cases["rotary default, both"] = VALUES["types"]["default"] | paired["rope_theta"] | paired["partial_rotary_factor"]
+    cases["rotary default, both"] = (
+        VALUES["types"]["default"] | paired["rope_theta"] | paired["partial_rotary_factor"]
+    )
     return {name: {"rope_parameters": THETA | keys} for name, keys in cases.items()}
 
 
@@ -127,7 +154,11 @@ def small_config(family: str, **changes: Any) -> Any:
 
 def _settable(config: Any, values: Row) -> Row:
     owners = {key: getattr(type(config), key, None) for key in values if hasattr(config, key)}
-    return {k: values[k] for k, owner in owners.items() if not (isinstance(owner, property) and owner.fset is None)}
+    return {
+        k: values[k]
+        for k, owner in owners.items()
+        if not (isinstance(owner, property) and owner.fset is None)
+    }
 
 
 def write_config(folder: Path, family: str, changes: Row) -> None:
@@ -143,7 +174,9 @@ def write_weights(folder: Path) -> None:
     torch.manual_seed(0)
     config = load_hf_config(str(folder))
     if (size := sum(parameter.numel() for parameter in meta_model(config).parameters())) > LARGEST:
-        raise UserError(f"not measured: {size / 1e6:.0f} million parameters with the sizes of family_values.yaml")
+        raise UserError(
+            f"not measured: {size / 1e6:.0f} million parameters with the sizes of family_values.yaml"
+        )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -156,7 +189,9 @@ def write_prompts(parent: Path) -> None:
     parquet.write_table(parquet.read_table(PROMPTS).slice(0, 16), parent / "prompts.parquet")
 
 
-def run_arguments(folder: Path, scheme: str, level: str = "exact", *, length: int = 40) -> list[str]:
+def run_arguments(
+    folder: Path, scheme: str, level: str = "exact", *, length: int = 40
+) -> list[str]:
     """Return the arguments of `qarl train` for the model in `folder`. `length`: the most tokens of a response."""
     hf_config = load_hf_config(str(folder))
     settings = QUIET | {
@@ -187,7 +222,9 @@ def stays_bf16(hf_config: Any) -> list[str]:
         model: Any = meta_model(hf_config)
     except UserError:  # the dry run says why
         return ["lm_head"]
-    head = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
+    head = [
+        name for name, module in model.named_modules() if module is model.get_output_embeddings()
+    ]
     return [*head, *(["re:.*mlp[.]gate$"] if "moe" in hf_config.model_type else [])]
 
 
@@ -200,7 +237,11 @@ def dry_run(folder: Path) -> str | None:
     said = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
         code = train([*arguments, "dry_run=true"])
-    return " ".join(said.getvalue().partition("error: ")[2].split()) or f"exit code {code}" if code else None
+    return (
+        " ".join(said.getvalue().partition("error: ")[2].split()) or f"exit code {code}"
+        if code
+        else None
+    )
 
 
 def measure(family: str, changes: Row, schemes: tuple[str, ...]) -> Row:
@@ -249,7 +290,9 @@ def _step(folder: Path, scheme: str, plain: Path | None) -> Row:
             row[level] = _figures(Policy.load(config), batches[-1])
     if plain is not None:
         try:
-            row["ignored"] = _figures(Policy.load(load_config(run_arguments(plain, scheme))), batches[-1])
+            row["ignored"] = _figures(
+                Policy.load(load_config(run_arguments(plain, scheme))), batches[-1]
+            )
         except (RuntimeError, UserError):
             row["ignored"] = "other shapes"
     return row
@@ -271,9 +314,15 @@ def family_keys(
     for family in families:
         for name, changes in rows(family).items():
             if record.wants(key := f"{family} | {name}"):
-                record.add(key, {"failed": "the process ended"}, ok=False)  # by a kernel: then this is the finding
+                record.add(
+                    key, {"failed": "the process ended"}, ok=False
+                )  # by a kernel: then this is the finding
                 figures = measure(family, changes, schemes)
-                means = {s: {level: _mean(v) for level, v in row.items()} for s, row in figures.items() if s in schemes}
+                means = {
+                    s: {level: _mean(v) for level, v in row.items()}
+                    for s, row in figures.items()
+                    if s in schemes
+                }
                 record.add(key, figures | means, ok="failed" not in figures)
 
 
@@ -295,4 +344,12 @@ def results() -> Iterator[tuple[str, str, Row]]:
     file = ROOT / "benchmarks" / "results" / "family_keys_cpu.json"
     for key, row in rows_of(json.loads(file.read_text(encoding="utf-8"))).items():
         family, _, name = key.partition(" | ")
-        yield family, name, {key: value for key, value in row.items() if key not in ("ok", "date", "commit", "cpu")}
+        yield (
+            family,
+            name,
+            {
+                key: value
+                for key, value in row.items()
+                if key not in ("ok", "date", "commit", "cpu")
+            },
+        )

@@ -16,7 +16,15 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.proofs.align import tiny_copy
-from benchmarks.proofs.families import ALL, THETA, VALUES, run_arguments, write_config, write_prompts, write_weights
+from benchmarks.proofs.families import (
+    ALL,
+    THETA,
+    VALUES,
+    run_arguments,
+    write_config,
+    write_prompts,
+    write_weights,
+)
 from benchmarks.proofs.harness import LEVELS, SCHEMES, Record, Row, arguments
 from qarl.align.families import FAMILIES
 from qarl.config import load_config
@@ -104,9 +112,19 @@ HEALTHY = (
     ),
 )  # fmt: skip
 LIMITS = (
-    *(Model("quickstart", "quickstart", levels=LEVELS, wrong=False, scheme=scheme) for scheme in SCHEMES),
     *(
-        Model(f"{LONG} tokens", "quickstart", levels=("model",), wrong=False, scheme=scheme, length=LONG)
+        Model("quickstart", "quickstart", levels=LEVELS, wrong=False, scheme=scheme)
+        for scheme in SCHEMES
+    ),
+    *(
+        Model(
+            f"{LONG} tokens",
+            "quickstart",
+            levels=("model",),
+            wrong=False,
+            scheme=scheme,
+            length=LONG,
+        )
         for scheme in SCHEMES
     ),
     *(
@@ -133,7 +151,9 @@ def refusals_off(model: Model) -> Iterator[None]:
     }
     if "attn_logit_softcapping" in model.changes:
         off["qarl.align.packed_attention._needs_scores"] = lambda arguments: False
-    if model.family == "llama":  # the trainer has its own rotary embedding, and a publish may leave parameters out
+    if (
+        model.family == "llama"
+    ):  # the trainer has its own rotary embedding, and a publish may leave parameters out
         off["qarl.align.levels.align_rotary"] = lambda model: None
         off["qarl.align.levels.model_unavailable"] = lambda *args, **kwargs: None
     configure_vllm_process()
@@ -141,11 +161,17 @@ def refusals_off(model: Model) -> Iterator[None]:
         for name, function in off.items() if model.wrong or "alibi" in model.changes else ():
             stack.enter_context(mock.patch(name, function))
         if model.wrong:
-            stack.enter_context(mock.patch.object(WritePlan, "_check_all_written", lambda self, expected: None))
+            stack.enter_context(
+                mock.patch.object(WritePlan, "_check_all_written", lambda self, expected: None)
+            )
         for module in ("rollout.engine", "checks.generation") if model.sampling else ():
-            stack.enter_context(mock.patch(f"qarl.{module}.sampling_params", _sampling(model.sampling)))
+            stack.enter_context(
+                mock.patch(f"qarl.{module}.sampling_params", _sampling(model.sampling))
+            )
         if model.length:
-            stack.enter_context(mock.patch("qarl.trainer.mismatch_watch.PROBE_TOKENS", model.length))
+            stack.enter_context(
+                mock.patch("qarl.trainer.mismatch_watch.PROBE_TOKENS", model.length)
+            )
         if model.cast:
             stack.enter_context(mock.patch.object(Policy, "load", _cast_after(Policy.load)))
         yield
@@ -193,8 +219,12 @@ def measure(model: Model, level: str) -> Row:
             _sharpen(folder, model.sharp)
             base_arguments = run_arguments(folder, model.scheme, level, length=model.length or 40)
         config = load_config([*base_arguments, *arguments(changes)])
-        if "temperature" in model.sampling:  # which the trainer divides by; vLLM raises one below 0.01
-            rollout = config.rollout.model_copy(update={"temperature": model.sampling["temperature"]})
+        if (
+            "temperature" in model.sampling
+        ):  # which the trainer divides by; vLLM raises one below 0.01
+            rollout = config.rollout.model_copy(
+                update={"temperature": model.sampling["temperature"]}
+            )
             config = config.model_copy(update={"rollout": rollout})
         trainer = LocalTrainer(config, prepare_run(config))
         with trainer.engine:
@@ -211,7 +241,9 @@ def measure(model: Model, level: str) -> Row:
         "level": comparison.level,
         "tokens": comparison.tokens,
         "abs_mean": comparison.metrics["mismatch/abs_mean"],
-        "limit": resolve_limit(None, trainer.policy.limit_level, response_length=length, temperature=temperature),
+        "limit": resolve_limit(
+            None, trainer.policy.limit_level, response_length=length, temperature=temperature
+        ),
         "times": comparison.times,
         "times_limit": noise_limit(comparison.level, comparison.tokens),
         "fired": fired,
@@ -225,14 +257,21 @@ def _sharpen(folder: Path, factor: float) -> None:
 
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    scaled = {n: t * factor if n.endswith(("q_proj.weight", "k_proj.weight")) else t for n, t in tensors.items()}
+    scaled = {
+        n: t * factor if n.endswith(("q_proj.weight", "k_proj.weight")) else t
+        for n, t in tensors.items()
+    }
     save_file(scaled, path, metadata={"format": "pt"})
 
 
 def _measure_all(record: Record, models: Sequence[Model], *, by_scheme: bool) -> None:
     for model in models:
         for level in model.levels:
-            name = f"{model.name} | {model.scheme} | {level}" if by_scheme else f"{model.name} | {level}"
+            name = (
+                f"{model.name} | {model.scheme} | {level}"
+                if by_scheme
+                else f"{model.name} | {level}"
+            )
             if record.wants(name):
                 row = measure(model, level)
                 record.add(name, row, ok=row["fired"] == model.wrong)

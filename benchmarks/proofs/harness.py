@@ -52,33 +52,67 @@ def rows_of(document: Any, key: Sequence[str] = ()) -> dict[str, Row]:
             document = document[part]
             break
     if isinstance(document, list):
-        return {" | ".join(str(row[name]) for name in key) or str(i): row for i, row in enumerate(document)}
+        return {
+            " | ".join(str(row[name]) for name in key) or str(i): row
+            for i, row in enumerate(document)
+        }
     return dict(document)
 
 
 class Record:
     """The rows of a result. The file is written after each row; rows that it has are not measured again."""
 
-    def __init__(self, path: Path, command: str, key: Sequence[str] = (), *, only: str = "", again: bool = False):
+    def __init__(
+        self,
+        path: Path,
+        command: str,
+        key: Sequence[str] = (),
+        *,
+        only: str = "",
+        again: bool = False,
+    ):
         self.path, self.command, self.only, self.again = path, command, re.compile(only), again
-        self.rows = rows_of(json.loads(path.read_text(encoding="utf-8")), key) if path.is_file() else {}
+        self.rows = (
+            rows_of(json.loads(path.read_text(encoding="utf-8")), key) if path.is_file() else {}
+        )
         self.measured: dict[str, Row] = {}
         with tempfile.TemporaryDirectory() as folder:
             versions: Row = json.loads(write_versions(folder).read_text())
         self.commit = versions.pop("git_commit", None)
-        self.facts: Row = {"command": command, "versions": versions, "cpu": cpu(), "amx_tiles": amx_tiles()}
+        self.facts: Row = {
+            "command": command,
+            "versions": versions,
+            "cpu": cpu(),
+            "amx_tiles": amx_tiles(),
+        }
 
     def wants(self, name: str) -> bool:
-        return bool(self.only.search(name)) and (self.again or name not in self.rows) and name not in self.measured
+        return (
+            bool(self.only.search(name))
+            and (self.again or name not in self.rows)
+            and name not in self.measured
+        )
 
     def add(self, name: str, row: Row, *, ok: bool = True) -> None:
         """Keep a row and write the file. `ok`: whether it shows what the proof says."""
-        made = {"date": str(datetime.date.today()), "commit": self.commit, "cpu": self.facts["cpu"]["model"]}
+        made = {
+            "date": str(datetime.date.today()),
+            "commit": self.commit,
+            "cpu": self.facts["cpu"]["model"],
+        }
         self.rows[name] = self.measured[name] = row | {"ok": ok} | made
-        print(f"{name}: {json.dumps(row, ensure_ascii=False)[:600]}{'' if ok else '  NOT OK'}", flush=True)
+        print(
+            f"{name}: {json.dumps(row, ensure_ascii=False)[:600]}{'' if ok else '  NOT OK'}",
+            flush=True,
+        )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        head = json.dumps(json_safe(made | self.facts), indent=1, ensure_ascii=False).removesuffix("\n}")
-        lines = (f"{json.dumps(n)}: {json.dumps(json_safe(r), ensure_ascii=False)}" for n, r in self.rows.items())
+        head = json.dumps(json_safe(made | self.facts), indent=1, ensure_ascii=False).removesuffix(
+            "\n}"
+        )
+        lines = (
+            f"{json.dumps(n)}: {json.dumps(json_safe(r), ensure_ascii=False)}"
+            for n, r in self.rows.items()
+        )
         write_text(self.path, f'{head},\n "rows": {{\n  ' + ",\n  ".join(lines) + "\n }\n}\n")
 
     @property
@@ -97,7 +131,9 @@ def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted(old.keys() & new.keys(), key=str):
             if not VARYING.search(str(name)):
-                yield from differences(old[name], new[name], f"{where}.{name}" if where else str(name))
+                yield from differences(
+                    old[name], new[name], f"{where}.{name}" if where else str(name)
+                )
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for i, pair in enumerate(zip(old, new, strict=True)):
             yield from differences(*pair, f"{where}[{i}]")
@@ -141,7 +177,9 @@ def log_probs(policy: Any, batch: Any, rows: int = 8, **how: Any) -> Any:
 
     with torch.no_grad():
         how = {"temperature": 1.0} | how
-        return torch.cat([policy.response_log_probs(batch, part, **how) for part in batch.micro_batches(rows)])
+        return torch.cat(
+            [policy.response_log_probs(batch, part, **how) for part in batch.micro_batches(rows)]
+        )
 
 
 def delta(policy: Any, batch: Any, **how: Any) -> Any:
@@ -168,7 +206,9 @@ class Run:
     process: subprocess.Popen[bytes]
 
     @classmethod
-    def start(cls, name: str, root: Path, config: str, settings: Row, *, verl: Row | None = None) -> Run:
+    def start(
+        cls, name: str, root: Path, config: str, settings: Row, *, verl: Row | None = None
+    ) -> Run:
         """Start a run in `root/name`. `verl`: keys of verl's own."""
         root = root.resolve()
         root.mkdir(parents=True, exist_ok=True)
@@ -183,7 +223,9 @@ class Run:
         return cls(root / name, root / f"{name}.log", process)
 
     @classmethod
-    def train(cls, name: str, root: Path, config: str, settings: Row, *, verl: Row | None = None) -> Run:
+    def train(
+        cls, name: str, root: Path, config: str, settings: Row, *, verl: Row | None = None
+    ) -> Run:
         """Make a run in an empty folder, to its end."""
         cls.clear(name, root)
         run = cls.start(name, root, config, settings, verl=verl)
@@ -207,7 +249,11 @@ class Run:
     @property
     def error(self) -> list[str]:
         """The first lines of the run's error."""
-        return self.text[self.text.rfind("\nerror: ") + 1 :].strip().splitlines()[:4] if self.code else []
+        return (
+            self.text[self.text.rfind("\nerror: ") + 1 :].strip().splitlines()[:4]
+            if self.code
+            else []
+        )
 
     @property
     def history(self) -> list[Row]:
@@ -228,21 +274,35 @@ class Run:
         return contents
 
 
-def in_process(function: Callable[..., Any], *args: Any, launch: Sequence[str] = (), **env: str) -> list[Any]:
+def in_process(
+    function: Callable[..., Any], *args: Any, launch: Sequence[str] = (), **env: str
+) -> list[Any]:
     """Call a function of a module in a new process, or in those that `launch` starts; return what each returned."""
     name = f"{function.__module__}:{function.__qualname__}"
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | env
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *launch, "-m", "benchmarks.proofs.harness", name, json.dumps(args), folder]
+        command = [
+            sys.executable,
+            *launch,
+            "-m",
+            "benchmarks.proofs.harness",
+            name,
+            json.dumps(args),
+            folder,
+        ]
         run = subprocess.run(command, env=environment, capture_output=True, text=True)
         outputs = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
     if run.returncode or not outputs:
-        raise RuntimeError(f"{name} ended with {run.returncode}\n{run.stdout[-1500:]}\n{run.stderr[-3000:]}")
+        raise RuntimeError(
+            f"{name} ended with {run.returncode}\n{run.stdout[-1500:]}\n{run.stderr[-3000:]}"
+        )
     return outputs
 
 
-def on_ranks(function: Callable[..., Any], world: int, *args: Any, backend: str = "cpu:gloo") -> list[Any]:
+def on_ranks(
+    function: Callable[..., Any], world: int, *args: Any, backend: str = "cpu:gloo"
+) -> list[Any]:
     """Call a function in `world` processes of one process group; return what each rank returned."""
     import torch
 
@@ -250,15 +310,30 @@ def on_ranks(function: Callable[..., Any], world: int, *args: Any, backend: str 
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
         free.close()
-        os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-        torch.multiprocessing.spawn(_rank, (function, world, port, folder, backend, args), nprocs=world)
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
+        os.environ |= {
+            "OMP_NUM_THREADS": "1",
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_TRIM_THRESHOLD_": "65536",
+        }
+        torch.multiprocessing.spawn(
+            _rank, (function, world, port, folder, backend, args), nprocs=world
+        )
+        return [
+            torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)
+        ]
 
 
-def _rank(rank: int, function: Any, world: int, port: str, folder: str, backend: str, args: Any) -> None:
+def _rank(
+    rank: int, function: Any, world: int, port: str, folder: str, backend: str, args: Any
+) -> None:
     import torch
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     torch.set_num_threads(1)
     torch.distributed.init_process_group(backend, rank=rank, world_size=world)
     torch.save(function(*args), Path(folder) / f"{rank}.pt")

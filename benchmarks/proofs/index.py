@@ -46,4 +46,6 @@ def measured(file: Path) -> tuple[str | None, str | None]:
     file = file.with_suffix(".json") if file.suffix in (".png", ".md") else file
     document: Any = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     document = document if isinstance(document, dict) else {}
-    return document.get("date"), document.get("commit") or document.get("versions", {}).get("git_commit")
+    return document.get("date"), document.get("commit") or document.get("versions", {}).get(
+        "git_commit"
+    )

@@ -18,7 +18,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.proofs.counting import Counting, counting
-from benchmarks.proofs.shard_costs import ENGINE_KERNELS, Phase, gather, make_shard, on_meta, stack_shapes
+from benchmarks.proofs.shard_costs import (
+    ENGINE_KERNELS,
+    Phase,
+    gather,
+    make_shard,
+    on_meta,
+    stack_shapes,
+)
 from qarl.bench.model import default_group_size
 from qarl.bench.roofline import dense_linears
 from qarl.checks.model_size import ModelSize, wire_bytes
@@ -110,19 +117,28 @@ def _engine(scheme_name: str, counter: Counting, size: ModelSize) -> Any:
 
         @classmethod
         def forward(
-            cls, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts
+            cls,
+            x: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            prepared: Experts,
         ) -> torch.Tensor:
             rows = topk_ids.numel()
             inner = size.moe_intermediate
             buffers = {"ids": topk_ids, "x": x, "wide": on_meta(rows, 2 * inner), "narrow": on_meta(rows, inner),
                    "out": on_meta(rows, size.hidden), "y": torch.empty_like(x)}  # fmt: skip
-            codes = {f"{name}_codes": torch.empty_like(buffers[name], dtype=torch.int8) for name in ("x", "narrow")}
+            codes = {
+                f"{name}_codes": torch.empty_like(buffers[name], dtype=torch.int8)
+                for name in ("x", "narrow")
+            }
             operands: dict[str, tuple[torch.Tensor, ...]] = {
                 name: (tensor,) for name, tensor in (buffers | codes).items()
             }
             operands |= {"gate_up": prepared[::2], "down": prepared[1::2]}
             for name, operated in ENGINE_LAUNCHES[scheme_name]:
-                counter.launched(name, [tensor for key in operated.split() for tensor in operands[key]])
+                counter.launched(
+                    name, [tensor for key in operated.split() for tensor in operands[key]]
+                )
             return buffers["y"]
 
     return Engine
@@ -178,18 +194,25 @@ def beyond_products(size: ModelSize, trainer: str, tokens: int) -> tuple[int, in
 
 def _rest_of_layer(size: ModelSize, tokens: int) -> tuple[Counting, Counting]:
     """Count forward and backward of norms, rotary embedding, residuals, and SwiGLU of a dense layer."""
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, apply_rotary_pos_emb
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+        Qwen3MoeRMSNorm,
+        apply_rotary_pos_emb,
+    )
 
     with torch.device("meta"):
         norms = [Qwen3MoeRMSNorm(size.hidden).bfloat16() for _ in range(2)]
-        by_head = [Qwen3MoeRMSNorm(size.head_dim).bfloat16() for _ in range(2)] if size.qk_norm else []
+        by_head = (
+            [Qwen3MoeRMSNorm(size.head_dim).bfloat16() for _ in range(2)] if size.qk_norm else []
+        )
     x, attention, mlp = (_leaf(tokens, size.hidden) for _ in range(3))
     heads = [_leaf(1, tokens, count, size.head_dim) for count in (size.heads, size.kv_heads)]
     angles = [on_meta(1, tokens, size.head_dim) for _ in range(2)]
     halves = [] if size.sparse_layers else [_leaf(tokens, size.intermediate) for _ in range(2)]
     with counting(_PRODUCTS) as forward:
         outputs = [norms[0](x)]
-        query, key = (norm(head) for norm, head in zip(by_head, heads, strict=True)) if by_head else heads
+        query, key = (
+            (norm(head) for norm, head in zip(by_head, heads, strict=True)) if by_head else heads
+        )
         outputs += apply_rotary_pos_emb(query, key, *angles, unsqueeze_dim=2)
         added = x + attention
         outputs += [norms[1](added), added + mlp]
@@ -204,7 +227,9 @@ def _transformers_experts(size: ModelSize, tokens: int) -> tuple[Counting, Count
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
     config = transformers.Qwen3MoeConfig(
-        hidden_size=size.hidden, moe_intermediate_size=size.moe_intermediate, num_experts=size.experts
+        hidden_size=size.hidden,
+        moe_intermediate_size=size.moe_intermediate,
+        num_experts=size.experts,
     )
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
@@ -234,7 +259,11 @@ def _rows(size: ModelSize, tokens: int) -> tuple[int, int, int]:
 def _least_forward(size: ModelSize, tokens: int, scheme: str, group_size: int) -> int:
     """x and both stacks read, gate and up, their product and the experts' outputs once each way, y written."""
     hidden, both, inner = _rows(size, tokens)
-    return 4 * tokens * size.hidden + sum(_stacks_bytes(size, scheme, group_size)) + 2 * (both + inner + hidden)
+    return (
+        4 * tokens * size.hidden
+        + sum(_stacks_bytes(size, scheme, group_size))
+        + 2 * (both + inner + hidden)
+    )
 
 
 def _least_backward(size: ModelSize, tokens: int, scheme: str, group_size: int) -> int:

@@ -14,12 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.proofs.align import random_twin
-from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, Record, Row, Run, in_process, run_config, timed
+from benchmarks.proofs.harness import (
+    LEVELS,
+    QUIET,
+    ROOT,
+    Record,
+    Row,
+    Run,
+    in_process,
+    run_config,
+    timed,
+)
 
 LENGTHS = (50, 200, 1000, 4000)
 KINDS = ("dense", "experts")
 SCHEMES = ("w4a16", "w8a8", "fp8", "bf16")
-SHAPE: Row = {"head_dim": 64, "num_hidden_layers": 2, "initializer_range": 0.1, "max_position_embeddings": 8192}
+SHAPE: Row = {
+    "head_dim": 64,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.1,
+    "max_position_embeddings": 8192,
+}
 IGNORED = {"dense": ["lm_head"], "experts": ["lm_head", "re:.*\\.mlp\\.gate$"]}
 PHASES = ("rollout", "old_log_prob", "update", "publish")
 VERL_PHASES = ("gen", "old_log_prob", "update_actor")
@@ -63,20 +78,34 @@ def long_responses(
         for backend, kind, scheme, level in (
             (b, k, s, v) for b in backends for k in kinds for s in schemes for v in levels
         ):
-            names = {length: f"{backend} | {kind} | {scheme} | {length} | {level}{ending}" for length in sorted(tokens)}
+            names = {
+                length: f"{backend} | {kind} | {scheme} | {length} | {level}{ending}"
+                for length in sorted(tokens)
+            }
             lengths = [length for length, name in names.items() if record.wants(name)]
-            skipped = (level == "linears" and scheme == "bf16") or (backend == "verl" and level != "model")
+            skipped = (level == "linears" and scheme == "bf16") or (
+                backend == "verl" and level != "model"
+            )
             if skipped or not lengths:
                 continue
             if backend == "verl":
-                rows = (verl_row(keys(kind, models[kind], scheme, n, level, prompt), n) for n in lengths)
+                rows = (
+                    verl_row(keys(kind, models[kind], scheme, n, level, prompt), n) for n in lengths
+                )
             else:
-                environment = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_ATTN_SPLIT_KV": str(split_keys)}
+                environment = {
+                    "OMP_NUM_THREADS": str(threads),
+                    "VLLM_CPU_ATTN_SPLIT_KV": str(split_keys),
+                }
                 settings = keys(kind, models[kind], scheme, lengths[-1], level, prompt)
                 (rows,) = in_process(local_rows, settings, prompt, lengths, **environment)
             exact = level in ("model", "exact") and promised
             for length, row in zip(lengths, rows, strict=True):
-                record.add(names[length], row, ok=row["tokens"] == 4 * length and not (exact and row["max"]))
+                record.add(
+                    names[length],
+                    row,
+                    ok=row["tokens"] == 4 * length and not (exact and row["max"]),
+                )
 
 
 def keys(kind: str, model: Path, scheme: str, length: int, level: str, prompt: int) -> Row:
@@ -116,8 +145,12 @@ def local_rows(settings: Row, prompt: int, lengths: list[int]) -> list[Row]:
         config = run_config("quickstart.yaml", settings | {"output_dir": folder})
         trainer = Trainer(config, prepare_run(config))
         draw = torch.Generator().manual_seed(0)
-        rows = torch.randint(3, 250, (len(trainer.parts.train_prompts), prompt), generator=draw).tolist()
-        trainer.parts.train_prompts = PromptDataset([Prompt(i, "random", [], row, "") for i, row in enumerate(rows)])
+        rows = torch.randint(
+            3, 250, (len(trainer.parts.train_prompts), prompt), generator=draw
+        ).tolist()
+        trainer.parts.train_prompts = PromptDataset(
+            [Prompt(i, "random", [], row, "") for i, row in enumerate(rows)]
+        )
         with trainer.engine:
             trainer.publish()
             local_row(trainer, 16)
@@ -144,7 +177,11 @@ def local_row(trainer: Any, length: int) -> Row:
 
 
 def measured(metrics: Row, tokens: float) -> Row:
-    return {"mean": metrics["mismatch/abs_mean"], "max": metrics["mismatch/abs_max"], "tokens": round(tokens)}
+    return {
+        "mean": metrics["mismatch/abs_mean"],
+        "max": metrics["mismatch/abs_max"],
+        "tokens": round(tokens),
+    }
 
 
 def verl_row(settings: Row, length: int) -> Row:
@@ -159,5 +196,9 @@ def verl_row(settings: Row, length: int) -> Row:
             return {"tokens": 0, "error": run.error or run.text[-1500:]} | spent
     worst = max(steps, key=lambda step: step["mismatch/abs_max"])
     last = steps[-1]
-    seconds = {name: round(last[f"timing_s/{name}"], 2) for name in VERL_PHASES if f"timing_s/{name}" in last}
+    seconds = {
+        name: round(last[f"timing_s/{name}"], 2)
+        for name in VERL_PHASES
+        if f"timing_s/{name}" in last
+    }
     return measured(worst, 4 * last["response_length/mean"]) | {"seconds": seconds} | spent

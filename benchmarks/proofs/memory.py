@@ -37,16 +37,25 @@ def memory_plan(record: Record) -> None:
     the model was built. Memory of mapped files is not counted: the kernel frees pages of libraries in between. The
     prediction is without vLLM, without what an engine keeps, and without the allowance for libraries.
     """
-    os.environ |= {"VERL_PLATFORM": "cpu", "LOCAL_RANK": "0", "RAY_RAYLET_PID": "1", "RAY_JOB_ID": "01000000"}
+    os.environ |= {
+        "VERL_PLATFORM": "cpu",
+        "LOCAL_RANK": "0",
+        "RAY_RAYLET_PID": "1",
+        "RAY_JOB_ID": "01000000",
+    }
     for size, changes in SIZES.items():
         if record.wants(name := f"{size} | fp32 | w4a16"):
             config = model_keys(changes)
             with tempfile.TemporaryDirectory() as folder:
-                write_model(Source(size, config), config["num_hidden_layers"], Path(folder) / "model")
+                write_model(
+                    Source(size, config), config["num_hidden_layers"], Path(folder) / "model"
+                )
                 every = on_ranks(measure_rank, RANKS, f"{folder}/model")
             row = predict(config)
             row["measured"] = {phase: max(peaks[phase] for peaks in every) for phase in PHASES}
-            row["ratios"] = {phase: row["measured"][phase] / value for phase, value in row["predicted"].items()}
+            row["ratios"] = {
+                phase: row["measured"][phase] / value for phase, value in row["predicted"].items()
+            }
             row["ratio"] = max(row["measured"].values()) / max(row["predicted"].values())
             record.add(name, row, ok=1 / 1.15 <= row["ratio"] <= 1.15)
 
@@ -84,7 +93,11 @@ def run_config() -> Config:
                 "log_prob_micro_batch_size_per_gpu": ROWS,
             },
             "optim": {"name": "muon", "muon_lr": 1e-5, "master_dtype": "fp32"},
-            "trainer": {"n_gpus_per_node": RANKS, "total_training_steps": 1, "val_before_train": False},
+            "trainer": {
+                "n_gpus_per_node": RANKS,
+                "total_training_steps": 1,
+                "val_before_train": False,
+            },
         }
     )
 
@@ -98,7 +111,9 @@ def predict(config: Row) -> Row:
     return {
         "parameters": size.parameters,
         "parts": {part.name: part.bytes for part in counted},
-        "predicted": {phase: sum(p.bytes for p in counted if phase in p.phases) for phase in PHASES},
+        "predicted": {
+            phase: sum(p.bytes for p in counted if phase in p.phases) for phase in PHASES
+        },
     }
 
 
@@ -123,7 +138,9 @@ class Phases:
 
     def end(self, name: str) -> None:
         now = anonymous()
-        self.peaks[name] = max(self.peaks.get(name, 0), self._highest - self.start, now - self.start)
+        self.peaks[name] = max(
+            self.peaks.get(name, 0), self._highest - self.start, now - self.start
+        )
         self._highest = now
 
 
@@ -139,7 +156,11 @@ def measure_rank(folder: str) -> dict[str, int]:
     from qarl.verl.config_classes import QaRLPolicyLossConfig
 
     settings = engine_settings(folder, run_config())
-    wide: Row = {"seq_clip_ratio_high": 10.0, "neg_seq_clip_ratio_low": 1.0, "neg_seq_clip_ratio_high": 10.0}
+    wide: Row = {
+        "seq_clip_ratio_high": 10.0,
+        "neg_seq_clip_ratio_low": 1.0,
+        "neg_seq_clip_ratio_high": 10.0,
+    }
     actor = FSDPActorConfig(
         strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, loss_agg_mode="seq-mean-token-mean",
         policy_loss=QaRLPolicyLossConfig(**wide), fsdp_config=settings["engine_config"],
@@ -217,13 +238,17 @@ def batch(rank: int, entropies: bool = False) -> Any:
         "prompts": [row[:PROMPT] for row in ids],
         "responses": [row[PROMPT:] for row in ids],
         "position_ids": [torch.arange(length)] * rows,
-        **{name: [torch.ones(RESPONSE, dtype=torch.long)] * rows for name in ("response_mask", "loss_mask")},
+        **{
+            name: [torch.ones(RESPONSE, dtype=torch.long)] * rows
+            for name in ("response_mask", "loss_mask")
+        },
         "advantages": [torch.full((RESPONSE,), float(1 - 2 * (i % 2))) for i in range(rows)],
         "old_log_probs": [likely] * rows,
         "rollout_log_probs": [likely + 1e-3] * rows,
     }
     nested: dict[str, Any] = {
-        name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in columns.items()
+        name: torch.nested.as_nested_tensor(values, layout=torch.jagged)
+        for name, values in columns.items()
     }
     data = tu.get_tensordict(nested, {})
     tu.assign_non_tensor(

@@ -38,7 +38,9 @@ class Wire:
     def allocate(self, *args: Any, **options: Any) -> torch.Tensor:
         return self.inner.allocate(*args, **options)
 
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Any:
         self.bytes += input_tensor.nbytes
         return self.inner(output_tensor, input_tensor, group, async_op)
 
@@ -54,8 +56,12 @@ def build(kind: str, scheme: str, device: str = "cpu") -> tuple[Any, Wire]:
         head_dim=32, tie_word_embeddings=False, use_cache=False, **SIZES[kind],
     )  # fmt: skip
     torch.manual_seed(0)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device)
-    quantize_before_sharding(model, scheme=get_scheme(scheme, GROUP), ignore=IGNORE, device=torch.device(device))
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(
+        device
+    )
+    quantize_before_sharding(
+        model, scheme=get_scheme(scheme, GROUP), ignore=IGNORE, device=torch.device(device)
+    )
     wire = Wire()
     for module in (*model.model.layers, model.model.embed_tokens, model.lm_head, model):
         fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
@@ -91,7 +97,9 @@ def on_the_wire(model: Any, wire: Wire) -> dict[str, float]:
             continue
         four = shards[leaf].scheme.format == "pack-quantized"
         numbers += parameter.numel()
-        expected += (4 + 16 / GROUP if four else 8 + 32 / parameter.shape[-1]) / 16 * parameter.numel()
+        expected += (
+            (4 + 16 / GROUP if four else 8 + 32 / parameter.shape[-1]) / 16 * parameter.numel()
+        )
     return {"of_bf16": (wire.bytes - rest) * world / (2 * numbers), "formula": expected / numbers}
 
 
@@ -106,7 +114,9 @@ def gathered(kind: str, scheme: str, device: str) -> Row:
         row: Row = {"logits": digest(model(ids).logits)}
     row |= on_the_wire(model, wire) if dist.get_world_size() > 1 else {}
     loss_of(model, ids).backward()
-    return row | {"gradients": {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}}
+    return row | {
+        "gradients": {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}
+    }
 
 
 def low_bit_gather(
@@ -131,10 +141,16 @@ def low_bit_gather(
                 row[str(world)] = figures | {"gradient_apart": gradients_apart(first, gradients)}
                 ok &= figures["logits"] == row["1"]["logits"]
                 ok &= row[str(world)]["gradient_apart"] <= (2**-22 if device == "cpu" else 2**-16)
-                ok &= world == 1 or math.isclose(figures["of_bf16"], figures["formula"], rel_tol=0.01)
+                ok &= world == 1 or math.isclose(
+                    figures["of_bf16"], figures["formula"], rel_tol=0.01
+                )
             record.add(name, row, ok=ok)
 
 
 def gradients_apart(expected: Tensors, gradients: Tensors) -> float:
     """Return the largest difference of a gradient, relative to the largest element of its tensor."""
-    return max(float((gradients[n] - g).abs().max() / g.abs().max()) for n, g in expected.items() if g.abs().max())
+    return max(
+        float((gradients[n] - g).abs().max() / g.abs().max())
+        for n, g in expected.items()
+        if g.abs().max()
+    )

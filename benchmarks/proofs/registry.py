@@ -46,7 +46,9 @@ def results() -> list[Result]:
         also = entry.pop("also", {})
         about = {"name": name, "command": f"python -m benchmarks.proofs {name}"} | entry
         proofs.append(Result(**about))
-        proofs += [Result(**about | {"file": file, "run": None} | more) for file, more in also.items()]
+        proofs += [
+            Result(**about | {"file": file, "run": None} | more) for file, more in also.items()
+        ]
     return proofs
 
 

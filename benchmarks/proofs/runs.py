@@ -62,12 +62,20 @@ def kill_and_resume(record: Record, *, steps: int = 12, kills: int = 5, seed: in
         if reference.code or run.code:
             raise SystemExit(f"a run ended with an error, see {root}")
         differences, values = unequal(reference, run, steps)
-        row = {"overrides": changes, "kills": ended, "compared_values": values, "differences": differences}
+        row = {
+            "overrides": changes,
+            "kills": ended,
+            "compared_values": values,
+            "differences": differences,
+        }
         record.add(name, row, ok=not differences and all(kill["killed"] for kill in ended))
 
 
 def _kill(root: Path, settings: Row, moment: float, summary: Row) -> Row:
-    run, (steps, fraction) = Run.start("killed", root, "quickstart.yaml", settings), divmod(moment, 1)
+    run, (steps, fraction) = (
+        Run.start("killed", root, "quickstart.yaml", settings),
+        divmod(moment, 1),
+    )
     in_startup = run.step >= steps
     while not in_startup and run.process.poll() is None and run.step < steps:
         time.sleep(0.01)
@@ -84,23 +92,35 @@ def _kill(root: Path, settings: Row, moment: float, summary: Row) -> Row:
         "exit_code": code,
         "logged_step": run.step,
         "whole_checkpoints": [open_checkpoint(path).step for _, path in list_checkpoints(folder)],
-        "left_over": sorted(p.name for p in folder.glob("*") if ".partial-" in p.name or ".old-" in p.name),
+        "left_over": sorted(
+            p.name for p in folder.glob("*") if ".partial-" in p.name or ".old-" in p.name
+        ),
     }
 
 
 def unequal(reference: Run, killed: Run, steps: int) -> tuple[list[str], int]:
     """Return the differences between two runs, and how many values were compared."""
-    whole, resumed = ({int(entry["step"]): _compared(entry) for entry in run.history} for run in (reference, killed))
+    whole, resumed = (
+        {int(entry["step"]): _compared(entry) for entry in run.history}
+        for run in (reference, killed)
+    )
     differences = [f"step {step}: only one run has it" for step in whole.keys() ^ resumed.keys()]
     for step in sorted(whole.keys() & resumed.keys()):
         a = whole[step]
         b = resumed[step]
         names = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
         differences += [f"step {step}, {name}: {a.get(name)} {b.get(name)}" for name in names]
-    parts = [_digests(open_checkpoint(run.folder / "checkpoints" / f"step_{steps}")) for run in (reference, killed)]
+    parts = [
+        _digests(open_checkpoint(run.folder / "checkpoints" / f"step_{steps}"))
+        for run in (reference, killed)
+    ]
     differences += [f"{part} differ" for part, value in parts[0].items() if parts[1][part] != value]
-    exports = [file_sha256(run.folder / "export" / "model.safetensors") for run in (reference, killed)]
-    return differences + ["the exported models differ"] * (exports[0] != exports[1]), sum(map(len, whole.values()))
+    exports = [
+        file_sha256(run.folder / "export" / "model.safetensors") for run in (reference, killed)
+    ]
+    return differences + ["the exported models differ"] * (exports[0] != exports[1]), sum(
+        map(len, whole.values())
+    )
 
 
 def _compared(metrics: Row) -> dict[str, str]:
@@ -108,13 +128,17 @@ def _compared(metrics: Row) -> dict[str, str]:
     return {
         name: float(value).hex()
         for name, value in metrics.items()
-        if not name.startswith(NOT_COMPARED) and not (name.startswith("publish/") and name.endswith("_s"))
+        if not name.startswith(NOT_COMPARED)
+        and not (name.startswith("publish/") and name.endswith("_s"))
     }
 
 
 def _digests(checkpoint: Checkpoint) -> dict[str, Any]:
     state = checkpoint.state
-    files = {name: state["files"][name]["sha256"] for name in ("model.safetensors", "optimizer.pt", "rng.pt")}
+    files = {
+        name: state["files"][name]["sha256"]
+        for name in ("model.safetensors", "optimizer.pt", "rng.pt")
+    }
     return {name: state[name] for name in ("weights", "published", "sampler")} | files
 
 
@@ -138,7 +162,10 @@ OBJECTIVES: dict[str, Row] = {
     "old_log_probs=auto": {"actor.loss": "tbpo", "actor.old_log_probs": "auto"},
     "bypass": BYPASS,
     **{f"weight {level}": GRPO | {IS: level} for level in ("token", "sequence", "geometric")},
-    **{f"weight token {mode}": GRPO | {IS: "token", f"{IS}_mode": mode} for mode in ("clip", "mask", "icepop")},
+    **{
+        f"weight token {mode}": GRPO | {IS: "token", f"{IS}_mode": mode}
+        for mode in ("clip", "mask", "icepop")
+    },
     "weight normalised": GRPO | {IS: "sequence", f"{IS}_batch_normalize": True},
     **{f"rejection {kind}": GRPO | rejection(kind) for kind in REJECTIONS},
     "rejection of r_ppo": GRPO | rejection("seq_sum_k3") | {f"{RS}_ratio": "ppo"},
@@ -181,13 +208,23 @@ def needed(keys: Row) -> set[str]:
 
 def judged(keys: Row, level: str, steps: Sequence[Row], bit: float) -> Row:
     """Return the metrics of a row's steps, and what is wrong with them."""
-    wrong = [] if len(steps) == OBJECTIVE_STEPS else [f"{len(steps)} steps instead of {OBJECTIVE_STEPS}"]
+    wrong = (
+        []
+        if len(steps) == OBJECTIVE_STEPS
+        else [f"{len(steps)} steps instead of {OBJECTIVE_STEPS}"]
+    )
     for number, step in enumerate(steps, 1):
         rejected = step.get("correction/rejected_response_frac", 0.0)
         without = {"correction/weight_mean"} if rejected == 1 else set()
-        wrong += [f"step {number} lacks {name}" for name in sorted(needed(keys) - step.keys() - without)]
+        wrong += [
+            f"step {number} lacks {name}" for name in sorted(needed(keys) - step.keys() - without)
+        ]
         numbers = {name: value for name, value in step.items() if isinstance(value, int | float)}
-        wrong += [f"step {number}: {name}={value}" for name, value in numbers.items() if not math.isfinite(value)]
+        wrong += [
+            f"step {number}: {name}={value}"
+            for name, value in numbers.items()
+            if not math.isfinite(value)
+        ]
         if not step.get("actor/grad_norm") and rejected < 0.5:
             wrong.append(f"step {number} has no gradient")
         if level == "model" and step.get("mismatch/abs_max", 0.0) > bit:
@@ -196,7 +233,9 @@ def judged(keys: Row, level: str, steps: Sequence[Row], bit: float) -> Row:
     return {"keys": keys, "level": level, "steps": logged, "wrong": wrong}
 
 
-def objectives(record: Record, *, backends: tuple[str, ...] = ("local", "verl"), bit: float = 1e-4) -> None:
+def objectives(
+    record: Record, *, backends: tuple[str, ...] = ("local", "verl"), bit: float = 1e-4
+) -> None:
     """Take two steps with every objective, estimator, correction and source of old log-probs.
 
     local: in one process, at `off`, where there is a mismatch to correct, and at `model`. verl: some rows, at `model`.
@@ -205,25 +244,38 @@ def objectives(record: Record, *, backends: tuple[str, ...] = ("local", "verl"),
     """
     engine = None
     with tempfile.TemporaryDirectory() as folder:
-        for level, (name, keys) in ((v, item) for v in ("model", "off") for item in OBJECTIVES.items()):
+        for level, (name, keys) in (
+            (v, item) for v in ("model", "off") for item in OBJECTIVES.items()
+        ):
             if "local" in backends and record.wants(key := f"{name}, {level}"):
-                settings = {"output_dir": folder, "quant.align": level, "trainer.val_max_prompts": 8} | SMALL | keys
+                settings = (
+                    {"output_dir": folder, "quant.align": level, "trainer.val_max_prompts": 8}
+                    | SMALL
+                    | keys
+                )
                 config = run_config("quickstart.yaml", settings)
                 trainer = LocalTrainer(config, prepare_run(config), engine)
                 engine = trainer.engine
                 trainer.publish()
-                row = judged(keys, level, [trainer.train_step() for _ in range(OBJECTIVE_STEPS)], bit)
+                row = judged(
+                    keys, level, [trainer.train_step() for _ in range(OBJECTIVE_STEPS)], bit
+                )
                 record.add(key, row, ok=not row["wrong"])
         if engine is not None:
             engine.close()
-    settings = QUIET | {"trainer.total_training_steps": OBJECTIVE_STEPS, "rollout.cpu_kvcache_space_gib": 0.25}
+    settings = QUIET | {
+        "trainer.total_training_steps": OBJECTIVE_STEPS,
+        "rollout.cpu_kvcache_space_gib": 0.25,
+    }
     for name in IN_VERL if "verl" in backends else ():
         if record.wants(key := f"{name}, verl"):
             folder_name = "".join(c if c.isalnum() else "_" for c in name)
             overrides = settings | {"trainer.resume_mode": "disable"} | OBJECTIVES[name]
             spent: Row = {}
             with timed(spent):
-                run = Run.train(folder_name, FOLDER / "objectives", "quickstart_verl.yaml", overrides)
+                run = Run.train(
+                    folder_name, FOLDER / "objectives", "quickstart_verl.yaml", overrides
+                )
             row = judged(OBJECTIVES[name], "model", run.steps, bit)
             row["wrong"] += [f"exit code {run.code}: {run.text[-300:]}"] if run.code else []
             record.add(key, row | spent, ok=not row["wrong"])
@@ -242,13 +294,17 @@ SMOOTH = 5
 REWARD = "critic/score/mean"
 
 
-def warning_signs(record: Record, *, seeds: tuple[int, ...] = (0, 1, 2), steps: int = 60, history: str = "") -> None:
+def warning_signs(
+    record: Record, *, seeds: tuple[int, ...] = (0, 1, 2), steps: int = 60, history: str = ""
+) -> None:
     """Drive the quickstart to collapse, and let it be healthy: a warning must come before the fall, and only then.
 
     `history`: a pattern of folders of finished runs, whose signs are listed instead.
     """
     for folder in sorted(ROOT.glob(history)) if history else ():
-        record.add(folder.name, seen(json.loads(line) for line in (folder / "metrics.jsonl").open()))
+        record.add(
+            folder.name, seen(json.loads(line) for line in (folder / "metrics.jsonl").open())
+        )
     for kind, seed in ((k, s) for s in seeds for k in COLLAPSE if not history):
         if record.wants(name := f"{kind} | {seed}"):
             settings = QUIET | {"seed": seed, "trainer.val_max_prompts": 16} | COLLAPSE[kind]

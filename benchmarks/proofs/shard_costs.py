@@ -33,7 +33,11 @@ from qarl.quant.weight_shard import WeightShard
 from qarl.rollout.publish.experts import by_parameter, copy_stacks, in_marlins_layout
 from qarl.rollout.publish.manifest import TensorSpec
 
-ENGINE_KERNELS: dict[str, Any] = {"w4a16": VllmMarlinExperts, "w8a8": VllmTritonExperts, "fp8": VllmCutlassExperts}
+ENGINE_KERNELS: dict[str, Any] = {
+    "w4a16": VllmMarlinExperts,
+    "w8a8": VllmTritonExperts,
+    "fp8": VllmCutlassExperts,
+}
 """QaRL's kernels for experts on a GPU of capability 9.0."""
 
 
@@ -74,35 +78,52 @@ def wire(shape: tuple[int, ...], scheme: Scheme) -> dict[str, torch.Tensor]:
     if not scheme.quantized:
         return {"weight": on_meta(*shape)}
     with counting():
-        made, _ = quantize_unchecked(on_meta(math.prod(shape[:-1]), shape[-1]), scheme, name="weight")
-    return {name: tensor.view(*shape[:-1], -1) for name, tensor in made.tensors.items() if name != "weight_shape"}
+        made, _ = quantize_unchecked(
+            on_meta(math.prod(shape[:-1]), shape[-1]), scheme, name="weight"
+        )
+    return {
+        name: tensor.view(*shape[:-1], -1)
+        for name, tensor in made.tensors.items()
+        if name != "weight_shape"
+    }
 
 
 def make_shard(shape: tuple[int, ...], scheme: Scheme, kernel: Any, ranks: int) -> WeightShard:
     """Return rank 0's part of a weight of `shape` that `ranks` ranks share. Its FP32 master is there."""
     mesh = SimpleNamespace(ndim=1, size=lambda dim=0: ranks)
     master = torch.empty(-(-shape[0] // ranks), *shape[1:], device="meta")
-    parameter: Any = SimpleNamespace(placements=(Shard(0),), device_mesh=mesh, _version=0, _local_tensor=master)
+    parameter: Any = SimpleNamespace(
+        placements=(Shard(0),), device_mesh=mesh, _version=0, _local_tensor=master
+    )
     shard = WeightShard("weight", scheme, shape, layout=kernel.layout if kernel else None)
     shard.attach(parameter)
     return shard
 
 
-def gather(shards: Sequence[WeightShard], counter: Counting | None = None) -> list[dict[str, torch.Tensor]]:
+def gather(
+    shards: Sequence[WeightShard], counter: Counting | None = None
+) -> list[dict[str, torch.Tensor]]:
     """Gather `shards`, which are quantized, as one block, and return the tensors that the layer reads of each.
 
     `counter`: counts the kernels, if given."""
     mesh = shards[0].parameter.device_mesh
     ranks = mesh.size()
     sent = [shard.fsdp_pre_all_gather(mesh)[0] for shard in shards]
-    received = [tuple(tensor.new_empty(ranks * len(tensor), *tensor.shape[1:]) for tensor in each) for each in sent]
+    received = [
+        tuple(tensor.new_empty(ranks * len(tensor), *tensor.shape[1:]) for tensor in each)
+        for each in sent
+    ]
     if counter is not None:
         flat = sum(tensor.nbytes for each in sent for tensor in each)
         source = torch.empty(flat, dtype=torch.uint8, device="meta")
         target = torch.empty(ranks * flat, dtype=torch.uint8, device="meta")
-        counter.launched("all_gather_copy_in", [source, *(tensor for each in sent for tensor in each)])
+        counter.launched(
+            "all_gather_copy_in", [source, *(tensor for each in sent for tensor in each)]
+        )
         counter.launched("all_gather", [source, target])
-        counter.launched("split_with_sizes_copy", [target, *(tensor for each in received for tensor in each)])
+        counter.launched(
+            "split_with_sizes_copy", [target, *(tensor for each in received for tensor in each)]
+        )
     made = []
     for shard, tensors in zip(shards, received, strict=True):
         wrapped = shard.fsdp_post_all_gather(tensors, None, torch.bfloat16)
@@ -129,13 +150,20 @@ def gather_phase(size: ModelSize, scheme_name: str, group_size: int, ranks: int)
     shards, _ = _quantized(size, scheme_name, group_size, ranks)
     with counting() as counter:
         gathered = gather(shards, counter)
-    return Phase.of("gather", counter, sum(tensor.nbytes for each in gathered for tensor in each.values()))
+    return Phase.of(
+        "gather", counter, sum(tensor.nbytes for each in gathered for tensor in each.values())
+    )
 
 
-def _quantized(size: ModelSize, scheme_name: str, group_size: int, ranks: int) -> tuple[list[WeightShard], Counting]:
+def _quantized(
+    size: ModelSize, scheme_name: str, group_size: int, ranks: int
+) -> tuple[list[WeightShard], Counting]:
     """One rank's part of a layer, quantized, and the counts of that."""
     scheme = get_scheme(scheme_name, group_size)
-    shards = [make_shard(shape, scheme, ENGINE_KERNELS[scheme_name], ranks) for shape in stack_shapes(size)]
+    shards = [
+        make_shard(shape, scheme, ENGINE_KERNELS[scheme_name], ranks)
+        for shape in stack_shapes(size)
+    ]
     shards += [make_shard(shape, scheme, None, ranks) for shape in dense_linears(size)]
     with counting() as counter:
         for shard in shards:
@@ -154,14 +182,18 @@ def optimizer_phase(size: ModelSize, ranks: int) -> tuple[Phase, int]:
     dense = _muon(dense_linears(size))
     counts = Counts(experts.counts.kernels + -(-dense.counts.kernels // ranks),
                     moved=experts.counts.moved + dense.counts.moved // ranks)  # fmt: skip
-    weights = sum(math.prod(shape) for shape in stacks) + sum(n * k for n, k in dense_linears(size)) // ranks
+    weights = (
+        sum(math.prod(shape) for shape in stacks)
+        + sum(n * k for n, k in dense_linears(size)) // ranks
+    )
     return Phase("optimizer", counts, 20 * weights, tuple(experts.names + dense.names)), weights
 
 
 def _muon(shapes: Sequence[tuple[int, ...]]) -> Counting:
     """Count a step of Muon for parameters of `shapes`. Their momentum is there already."""
     parameters = [
-        (f"mlp.experts.{i}", torch.nn.Parameter(on_meta(*shape, dtype=torch.float32))) for i, shape in enumerate(shapes)
+        (f"mlp.experts.{i}", torch.nn.Parameter(on_meta(*shape, dtype=torch.float32)))
+        for i, shape in enumerate(shapes)
     ]
     if not parameters:
         return Counting()
@@ -229,7 +261,9 @@ class _ExpertsPlan:
         copy_stacks(self.layer, made)
 
 
-def _published(size: ModelSize, scheme_name: str, group_size: int) -> list[tuple[str, torch.Tensor]]:
+def _published(
+    size: ModelSize, scheme_name: str, group_size: int
+) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a layer as they are published, on the meta device, shapes on the host."""
     scheme = get_scheme(scheme_name, group_size)
     prefix = "model.layers.0."
@@ -239,10 +273,16 @@ def _published(size: ModelSize, scheme_name: str, group_size: int) -> list[tuple
         tensors += QuantizedStack(f"{prefix}mlp.experts.{leaf}", scheme, shape, made).stacked()
     for name, dense in size.block_linears(0).items():
         if ".experts." not in name:
-            made = wire(dense, scheme) | ({"weight_shape": torch.tensor(dense)} if scheme_name == "w4a16" else {})
+            made = wire(dense, scheme) | (
+                {"weight_shape": torch.tensor(dense)} if scheme_name == "w4a16" else {}
+            )
             tensors += [(f"{name}.{leaf}", tensor) for leaf, tensor in made.items()]
     if size.experts:
         tensors.append((f"{prefix}mlp.gate.weight", on_meta(size.experts, size.hidden)))
     norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), size.hidden)
-    norms |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), size.head_dim) if size.qk_norm else {}
+    norms |= (
+        dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), size.head_dim)
+        if size.qk_norm
+        else {}
+    )
     return tensors + [(f"{prefix}{name}.weight", on_meta(width)) for name, width in norms.items()]

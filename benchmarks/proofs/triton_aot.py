@@ -7,7 +7,9 @@ import re
 import subprocess
 import tempfile
 
-os.environ.pop("TRITON_INTERPRET", None)  # read where kernels are defined: interpreted functions do not compile
+os.environ.pop(
+    "TRITON_INTERPRET", None
+)  # read where kernels are defined: interpreted functions do not compile
 
 import triton
 from triton import knobs
@@ -24,7 +26,9 @@ def triton_aot(record: Record, *, targets: tuple[int, ...] = (80, 90, 100, 120))
     for target in targets:
         if record.wants(name := f"sm_{target}"):
             rows = resources(target)
-            record.add(name, {"resources": rows}, ok=not any("error" in row for row in rows.values()))
+            record.add(
+                name, {"resources": rows}, ok=not any("error" in row for row in rows.values())
+            )
 
 
 def resources(target: int) -> dict[str, Row]:
@@ -65,18 +69,28 @@ def compile_kernel(entry: AotKernel, config: AotConfig, target: int) -> Row:
     reserves 8 bytes for a kernel with TMA.
     """
     names = entry.kernel.arg_names
-    types = {name: "constexpr" if name in config.constexprs else entry.signature[name] for name in names}
+    types = {
+        name: "constexpr" if name in config.constexprs else entry.signature[name] for name in names
+    }
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
         if types[name].startswith("*") or (name in entry.divisible and types[name] != "constexpr")
     }
     source = ASTSource(entry.kernel, types, constexprs=dict(config.constexprs), attrs=attributes)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
+    options = {
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": False,
+    }
     compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     ptx = compiled.asm["ptx"]
-    line = _tool([knobs.nvidia.cuobjdump.path, "--dump-resource-usage"], compiled.asm["cubin"], ".cubin")
-    usage = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", line)}
+    line = _tool(
+        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage"], compiled.asm["cubin"], ".cubin"
+    )
+    usage = {
+        key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", line)
+    }
     spilled = 0
     if usage["STACK"] + usage["LOCAL"]:
         arch = f"--gpu-name={sm_arch_from_capability(target)}"
@@ -86,7 +100,9 @@ def compile_kernel(entry: AotKernel, config: AotConfig, target: int) -> Row:
         "registers": usage["REG"],
         "spill_bytes": spilled,
         "shared_bytes": compiled.metadata.shared + usage["SHARED"],
-        "tensor_core": next((name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in ptx), None),
+        "tensor_core": next(
+            (name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in ptx), None
+        ),
     }
 
 

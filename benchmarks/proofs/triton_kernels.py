@@ -88,11 +88,21 @@ FP8_TARGETS = ((False, (80,)), (True, (90, 100, 120)))
 EIGHT_BITS = (("w8a8", "i8"), ("fp8", "fp8e4nv"), ("fp8_fast", "fp8e4nv"))
 
 
-def _w4a16(kernel: Any, operations: tuple[str, ...], even: str, divisible: tuple[str, ...], **more: int) -> AotKernel:
+def _w4a16(
+    kernel: Any, operations: tuple[str, ...], even: str, divisible: tuple[str, ...], **more: int
+) -> AotKernel:
     """Every tile of the tables with groups of 128, and with groups of 32 and a last block that is not whole."""
     configs = tuple(
         AotConfig(
-            {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": group, even: group == 128, "PTX": True, **more},
+            {
+                "BM": tile.BM,
+                "BN": tile.BN,
+                "BK": tile.BK,
+                "GROUP": group,
+                even: group == 128,
+                "PTX": True,
+                **more,
+            },
             targets=targets,
             **tile.launch,
         )
@@ -102,21 +112,33 @@ def _w4a16(kernel: Any, operations: tuple[str, ...], even: str, divisible: tuple
     return AotKernel(kernel, POINTERS, configs, divisible)
 
 
-def _eight_bits(tile: Tile, operation: str, kind: str, *, tma: bool) -> tuple[dict[str, Any], dict[str, str]]:
+def _eight_bits(
+    tile: Tile, operation: str, kind: str, *, tma: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the constants of a tile, and the types of its pointers: descriptors for the tensor memory accelerator."""
     constants = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "FAST": operation == "fp8_fast", "TMA": tma,
                  "ACC": tl.int32 if kind == "i8" else tl.float32}  # fmt: skip
     workspace = {"workspace_ptr": "*i32" if kind == "i8" else "*fp32"}
-    loads = {"x_ptr": f"tensordesc<{kind}[{tile.BM}, {tile.BK}]>", "w_ptr": f"tensordesc<{kind}[{tile.BN}, {tile.BK}]>"}
+    loads = {
+        "x_ptr": f"tensordesc<{kind}[{tile.BM}, {tile.BK}]>",
+        "w_ptr": f"tensordesc<{kind}[{tile.BN}, {tile.BK}]>",
+    }
     return constants, POINTERS | workspace | (loads if tma else dict.fromkeys(loads, f"*{kind}"))
 
 
 def _scaled_mm() -> Iterator[AotKernel]:
     """Every tile with the tensor memory accelerator, as each program count needs it, and once with plain loads."""
-    once: dict[str, Any] = {"PERSISTENT": False, "workspace_ptr": None, "counter_ptr": None, "parts": 1}
+    once: dict[str, Any] = {
+        "PERSISTENT": False,
+        "workspace_ptr": None,
+        "counter_ptr": None,
+        "parts": 1,
+    }
     for operation, kind in EIGHT_BITS:
         for tile, targets in shipped(operation, f"{operation}_invariant"):
-            variants = [{"PERSISTENT": False}, {**once, "PERSISTENT": True}] if tile.per_sm else [once]
+            variants = (
+                [{"PERSISTENT": False}, {**once, "PERSISTENT": True}] if tile.per_sm else [once]
+            )
             for tma in (True, False):
                 constants, types = _eight_bits(tile, operation, kind, tma=tma)
                 on = tuple(target for target in targets if target >= 90) if tma else targets
@@ -135,9 +157,13 @@ def _grouped() -> Iterator[AotKernel]:
             for tma in (True, False):
                 constants, types = _eight_bits(tile, operation, kind, tma=tma)
                 on = tuple(target for target in targets if tma == (target >= 90))
-                config = AotConfig(constants | {"EVEN_K": True, "SIZE": 128}, targets=on, **tile.launch)
+                config = AotConfig(
+                    constants | {"EVEN_K": True, "SIZE": 128}, targets=on, **tile.launch
+                )
                 if on:
-                    yield AotKernel(grouped_scaled_mm_kernel, types, (config,), ("N", "K", "stride_xm"))
+                    yield AotKernel(
+                        grouped_scaled_mm_kernel, types, (config,), ("N", "K", "stride_xm")
+                    )
 
 
 def _quantize() -> Iterator[AotKernel]:
@@ -162,14 +188,23 @@ def _quantize() -> Iterator[AotKernel]:
         types = {"packed_ptr": "*i32", "scale_ptr": scale, "out_ptr": "*bf16"}
         yield AotKernel(dequantize_int4_kernel, types, configs)
     for fp8 in (False, True):
-        types = {"x_ptr": "*bf16", "values_ptr": "*u8" if fp8 else "*i8", "scale_ptr": "*fp32", "out_ptr": "*bf16"}
+        types = {
+            "x_ptr": "*bf16",
+            "values_ptr": "*u8" if fp8 else "*i8",
+            "scale_ptr": "*fp32",
+            "out_ptr": "*bf16",
+        }
         configs = tuple(
             AotConfig({"FP8": fp8, "HARDWARE": hardware, "BLOCK": 2048}, targets=targets)
             for hardware, targets in FP8_TARGETS
         )
         yield AotKernel(dequantize_rows_kernel, types, configs, ("cols", "row_stride"))
         configs = tuple(
-            AotConfig({"FP8": fp8, "HARDWARE": hardware, "BLOCK": block, "SINGLE": single}, warps, targets=targets)
+            AotConfig(
+                {"FP8": fp8, "HARDWARE": hardware, "BLOCK": block, "SINGLE": single},
+                warps,
+                targets=targets,
+            )
             for block, warps, single in ((1024, 1, True), (8192, 8, True), (4096, 4, False))
             for hardware, targets in FP8_TARGETS
         )
@@ -180,7 +215,11 @@ def _between_products() -> Iterator[AotKernel]:
     types = {"grad_ptr": "*bf16", "gate_up_ptr": "*bf16", "a_scale_ptr": "*fp32", "weight_ptr": "*fp32",
              "order_ptr": "*i64", "hidden_ptr": "*bf16", "router_ptr": "*fp32", "weighted_ptr": "*bf16"}  # fmt: skip
     every = (False, (80, 90, 100, 120))
-    for a, (hardware, targets) in (("*bf16", every), ("*i8", every), *(("*u8", target) for target in FP8_TARGETS)):
+    for a, (hardware, targets) in (
+        ("*bf16", every),
+        ("*i8", every),
+        *(("*u8", target) for target in FP8_TARGETS),
+    ):
         constants = {
             "QUANTIZED": a != "*bf16",
             "FP8": a == "*u8",
@@ -189,7 +228,10 @@ def _between_products() -> Iterator[AotKernel]:
             "BLOCK": 1024,
         }
         yield AotKernel(
-            swiglu_backward_kernel, types | {"a_ptr": a}, (AotConfig(constants, targets=targets),), ("cols",)
+            swiglu_backward_kernel,
+            types | {"a_ptr": a},
+            (AotConfig(constants, targets=targets),),
+            ("cols",),
         )
     types = {"rows_ptr": "*bf16", "place_ptr": "*i64", "y_ptr": "*bf16"}
     yield AotKernel(combine_kernel, types, (AotConfig({"TOP_K": 8, "BLOCK": 1024}),), ("cols",))
@@ -205,8 +247,15 @@ def _publish() -> Iterator[AotKernel]:
     yield AotKernel(codes_from_marlin_kernel, types, (AotConfig({"TILES": 16}),), ("tiles",))
     pointers = ("words_ptr", "rows_ptr", "inner_ptr", "outer_ptr", "table_ptr", "result_ptr")
     types = dict.fromkeys(pointers, "*i64")
-    masks = ((0, 0), (0x7FFF7FFF7FFF7FFF, 0x0080008000800080), (0x7FFFFFFF7FFFFFFF, 0x0080000000800000))
-    configs = tuple(AotConfig({"MASK": mask, "CARRY": carry, "BLOCK": 4096}, num_warps=8) for mask, carry in masks)
+    masks = (
+        (0, 0),
+        (0x7FFF7FFF7FFF7FFF, 0x0080008000800080),
+        (0x7FFFFFFF7FFFFFFF, 0x0080000000800000),
+    )
+    configs = tuple(
+        AotConfig({"MASK": mask, "CARRY": carry, "BLOCK": 4096}, num_warps=8)
+        for mask, carry in masks
+    )
     yield AotKernel(checksum_kernel, types, configs)
     yield AotKernel(checksum_rows_kernel, types, (AotConfig({"BLOCK": 4096}, num_warps=8),))
 

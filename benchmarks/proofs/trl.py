@@ -10,7 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, SCHEMES, TINY, Record, Row, Run, in_process
+from benchmarks.proofs.harness import (
+    LEVELS,
+    QUIET,
+    ROOT,
+    SCHEMES,
+    TINY,
+    Record,
+    Row,
+    Run,
+    in_process,
+)
 from qarl.checkpoint.resumable import tensors_digest
 from qarl.data.rewards import arithmetic
 from qarl.quant.state_dict import low_bit_layers
@@ -49,7 +59,9 @@ def train(settings: dict[str, Any]) -> Row:
 
     from qarl.trl import QaRLConfig, QaRLTrainer
 
-    kill_at, resume, save = (settings.pop(key, None) for key in ("kill_at", "resume", "save_quantized"))
+    kill_at, resume, save = (
+        settings.pop(key, None) for key in ("kill_at", "resume", "save_quantized")
+    )
     row: Row = {"digests": {}}
     lora = settings.pop("lora", None)
 
@@ -65,10 +77,14 @@ def train(settings: dict[str, Any]) -> Row:
 
     model = settings.pop("model")
     file = settings.pop("data")
-    data = load_dataset(Path(file).suffix[1:].replace("jsonl", "json"), data_files=file, split="train")
+    data = load_dataset(
+        Path(file).suffix[1:].replace("jsonl", "json"), data_files=file, split="train"
+    )
     held_out = data.select(range(8)) if "eval_strategy" in settings else None
     more: dict[str, Any] = {"peft_config": LoraConfig(**lora)} if lora else {}
-    trainer = QaRLTrainer(model, reward, QaRLConfig(**settings), data, held_out, callbacks=[Recorder()], **more)
+    trainer = QaRLTrainer(
+        model, reward, QaRLConfig(**settings), data, held_out, callbacks=[Recorder()], **more
+    )
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=resume)
     row |= {"seconds": time.perf_counter() - start, "level": trainer.policy.align}
@@ -88,19 +104,29 @@ def train(settings: dict[str, Any]) -> Row:
 
 def base_shared(trainer: Any) -> float:
     """Return the share of the base's bytes that are in the memory of the engine of this process."""
-    theirs = {tensor.untyped_storage().data_ptr() for tensor in trainer.engine.receiver.storage().values()}
+    theirs = {
+        tensor.untyped_storage().data_ptr() for tensor in trainer.engine.receiver.storage().values()
+    }
     model = trainer.policy.model
     base: list[Any] = [p for p in model.parameters() if not p.requires_grad and not p.is_meta]
     for layer in low_bit_layers(model).values():
         base += [tensor for tensors in (layer.stored or {}).values() for tensor in tensors.values()]
-    return sum(t.nbytes for t in base if t.untyped_storage().data_ptr() in theirs) / sum(t.nbytes for t in base)
+    return sum(t.nbytes for t in base if t.untyped_storage().data_ptr() in theirs) / sum(
+        t.nbytes for t in base
+    )
 
 
 def reward(completions: list[Any], reward_model: list[Any], **others: Any) -> list[float]:
-    texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
+    texts = [
+        completion if isinstance(completion, str) else completion[0]["content"]
+        for completion in completions
+    ]
     if isinstance(completions[0], str):  # a random model of the tests, which knows no arithmetic
         return [float(len(set(text))) for text in texts]
-    return [arithmetic("", text, row["ground_truth"]) for text, row in zip(texts, reward_model, strict=True)]
+    return [
+        arithmetic("", text, row["ground_truth"])
+        for text, row in zip(texts, reward_model, strict=True)
+    ]
 
 
 def run(settings: dict[str, Any], *, processes: int = 1, may_die: bool = False) -> list[Row]:
@@ -108,13 +134,25 @@ def run(settings: dict[str, Any], *, processes: int = 1, may_die: bool = False) 
     with tempfile.TemporaryDirectory() as folder:
         arguments = {"output_dir": str(Path(folder) / "run"), **SETTINGS, **settings}
         bands = BANDS if arguments.get("loss_type", "tbpo") != "tbpo" else ()
-        groups = ("quant_group_size",) if arguments.get("quant_scheme", "w4a16") not in ("w4a16", "w4a8") else ()
+        groups = (
+            ("quant_group_size",)
+            if arguments.get("quant_scheme", "w4a16") not in ("w4a16", "w4a8")
+            else ()
+        )
         for unread in (*bands, *groups):
             arguments.pop(unread, None)
-        launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
+        launch = [
+            "-m",
+            "accelerate.commands.launch",
+            "--multi_gpu",
+            "--num_processes",
+            str(processes),
+        ]
         launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
         try:
-            rows = in_process(train, arguments, launch=launch if processes > 1 else (), **ENVIRONMENT)
+            rows = in_process(
+                train, arguments, launch=launch if processes > 1 else (), **ENVIRONMENT
+            )
         except RuntimeError:
             if may_die:
                 return []
@@ -141,7 +179,10 @@ def trl_cpu(
             (outcome,) = run({"quant_scheme": scheme, "quant_align": level, "max_steps": 10})
             history = outcome["history"]
             row: Row = {"applied": outcome["level"]}
-            row |= {"abs_mean": mean(history, "mismatch/abs_mean"), "k3": mean(history, "mismatch/k3")}
+            row |= {
+                "abs_mean": mean(history, "mismatch/abs_mean"),
+                "k3": mean(history, "mismatch/k3"),
+            }
             row["abs_max"] = max(float(entry["mismatch/abs_max"]) for entry in history)
             record.add(name, row, ok=level != "exact" or row["abs_max"] == 0)
     for seed in seeds if "reward" in parts else ():
@@ -156,12 +197,20 @@ def trl_cpu(
         record.add("processes", row, ok=row["digests_equal"] and row["masters_equal"])
     if "resume" in parts and record.wants("resume"):
         row = resumed()
-        record.add("resume", row, ok=all(row["digests_equal"]) and row["masters_equal"] and row["metrics_equal"])
+        record.add(
+            "resume",
+            row,
+            ok=all(row["digests_equal"]) and row["masters_equal"] and row["metrics_equal"],
+        )
 
 
 def learned(rewards: Sequence[float], seconds: float) -> Row:
     """Return the mean reward of the first and the last five rollouts."""
-    return {"first": sum(rewards[:5]) / 5, "last": sum(rewards[-5:]) / 5, "rollout_seconds": seconds}
+    return {
+        "first": sum(rewards[:5]) / 5,
+        "last": sum(rewards[-5:]) / 5,
+        "rollout_seconds": seconds,
+    }
 
 
 def local(seed: int, rollouts: int) -> Row:
@@ -189,7 +238,12 @@ def two_processes(**settings: Any) -> Row:
 
 def resumed(**settings: Any) -> Row:
     """A run of 12 steps, and one that is killed after step 9 and resumes from its checkpoint of step 6."""
-    saving = {"max_steps": 12, "logging_steps": 1, "save_strategy": "steps", "save_steps": 6} | settings
+    saving = {
+        "max_steps": 12,
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 6,
+    } | settings
     (whole,) = run(saving)
     with tempfile.TemporaryDirectory() as folder:
         run(saving | {"output_dir": folder, "kill_at": 9}, may_die=True)

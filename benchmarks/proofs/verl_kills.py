@@ -20,7 +20,9 @@ from benchmarks.proofs.verl_runs import CONFIG, FOLDER
 
 SAVE_FREQ = 2
 LAST = 8
-_VERIFIED = re.compile(r"rank (\d+): resumed state equals the saved one by checksum: (\d+) parts, (\w+)")
+_VERIFIED = re.compile(
+    r"rank (\d+): resumed state equals the saved one by checksum: (\d+) parts, (\w+)"
+)
 
 
 def verl_resume(
@@ -38,7 +40,9 @@ def verl_resume(
     The state is compared on every rank, by verl's load and the record of the save. By SIGINT and SIGTERM the exit code
     must be 130 within a minute, with the answer that says what the repeated command does, and no process left.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would its runs
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a background job ignores it, and so would its runs
     chance = random.Random(seed)
     for number in range(kills):
         delay = chance.uniform(0.0, seconds)
@@ -66,8 +70,14 @@ def resumed(name: str, root: Path, ranks: int, signals: str, delay: float, lora_
     stopped = run.step
     checkpoint = last_checkpoint(run.folder)
     run = Run.start(name, root, CONFIG, settings | {"verl.trainer.rollout_data_dir": again})
-    verified = {int(rank): int(parts) for rank, parts, _ in _VERIFIED.findall(run.text)} if run.code == 0 else {}
-    asked = [step for step in range(checkpoint + 1, stopped + 1) if (killed / f"{step}.jsonl").is_file()]
+    verified = (
+        {int(rank): int(parts) for rank, parts, _ in _VERIFIED.findall(run.text)}
+        if run.code == 0
+        else {}
+    )
+    asked = [
+        step for step in range(checkpoint + 1, stopped + 1) if (killed / f"{step}.jsonl").is_file()
+    ]
     same = all(prompts_of_step(killed, step) == prompts_of_step(again, step) for step in asked)
     # verl's own thread writes them: that of the last step may not be there yet.
     dumped = all((killed / f"{step}.jsonl").is_file() for step in range(1, stopped))
@@ -83,7 +93,12 @@ def resumed(name: str, root: Path, ranks: int, signals: str, delay: float, lora_
         "parts": [verified[rank] for rank in sorted(verified)],
         "steps_with_equal_prompts": asked if same else [],
         "last_step": run.step,
-        "as_it_should": run.code == 0 and ended.get("ended", True) and ranks_verified and dumped and same and whole,
+        "as_it_should": run.code == 0
+        and ended.get("ended", True)
+        and ranks_verified
+        and dumped
+        and same
+        and whole,
     }
 
 
@@ -105,12 +120,21 @@ def end_run(run: Run, signals: str, delay: float) -> Row:
     left = len(psutil.wait_procs(processes, timeout=10)[1])
     answered = "stopping verl now" in run.text and "if you repeat the command" in run.text
     ok = run.code == 130 and spent["seconds"] < 60 and answered and not left
-    return {"exit_code_at_signal": run.code, "end_seconds": spent["seconds"], "processes_left": left, "ended": ok}
+    return {
+        "exit_code_at_signal": run.code,
+        "end_seconds": spent["seconds"],
+        "processes_left": left,
+        "ended": ok,
+    }
 
 
 def prompts_of_step(folder: Path, step: int) -> list[str]:
     file = folder / f"{step}.jsonl"
-    return sorted(json.loads(line)["input"] for line in file.open(encoding="utf-8")) if file.is_file() else []
+    return (
+        sorted(json.loads(line)["input"] for line in file.open(encoding="utf-8"))
+        if file.is_file()
+        else []
+    )
 
 
 def last_checkpoint(run_dir: Path) -> int:
@@ -165,7 +189,9 @@ def verl_kills(
         "trainer.total_training_steps": steps,
         "trainer.save_freq": 1,
     }
-    for number, (moment, victim) in enumerate([*((m, v) for m in moments for v in victims), ("", "")]):
+    for number, (moment, victim) in enumerate(
+        [*((m, v) for m in moments for v in victims), ("", "")]
+    ):
         if not record.wants(name := f"{victim} | {moment}" if victim else "last"):
             continue
         counter.write_bytes(b"")
@@ -180,11 +206,18 @@ def verl_kills(
             code = _ended(run, row)
         finally:
             _end_all(run.process.pid)
-        row |= {"exit_code": code, "resumed": "resumed state equals the saved one by checksum" in run.text}
+        row |= {
+            "exit_code": code,
+            "resumed": "resumed state equals the saved one by checksum" in run.text,
+        }
         if not victim:
             record.add(name, row | {"last_step": run.step}, ok=code == 0 and row["resumed"])
             continue
-        message = run.text[run.text.rfind("\nerror: ") + 1 :] if "\nerror: " in run.text else run.text[-600:]
+        message = (
+            run.text[run.text.rfind("\nerror: ") + 1 :]
+            if "\nerror: " in run.text
+            else run.text[-600:]
+        )
         clear = code == 2 and "vllm_server_0_0" in message and "it resumes after step" in message
         logged = run.step - row.pop("known")
         row |= {"message": message.strip().splitlines()[:6], "new_steps": logged}
@@ -203,8 +236,13 @@ def _killed(run: Run, victim: str, moment: str, counter: Path) -> tuple[Row, boo
         raise SystemExit(f"the run ended by itself with {run.code}, see {run.log}")
     process, engine = (_child(run, VICTIMS[name]) for name in (victim, "engine"))
     wanted = {"early": BATCH + 1, "late": BATCH + 1, "after": 2 * BATCH}
-    _wait(run, (lambda: run.step != known) if moment == "before" else lambda: rewards() >= wanted[moment])
-    while moment == "late" and run.process.poll() is None:  # rewards come later than responses: run in slices
+    _wait(
+        run,
+        (lambda: run.step != known) if moment == "before" else lambda: rewards() >= wanted[moment],
+    )
+    while (
+        moment == "late" and run.process.poll() is None
+    ):  # rewards come later than responses: run in slices
         engine.suspend()
         time.sleep(SETTLE)
         if rewards() >= BATCH * 7 // 4:

@@ -43,7 +43,10 @@ class Case:
 
 FEW_BLOCKS = {"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size": 32}
 OTHER_NORM = {"+actor_rollout_ref.model.override_config.rms_norm_eps": 0.3}
-EXPERTS = {"model.path": "models/tiny-qwen3-moe", "quant.ignore": ["lm_head", "re:.*\\.mlp\\.gate$"]}
+EXPERTS = {
+    "model.path": "models/tiny-qwen3-moe",
+    "quant.ignore": ["lm_head", "re:.*\\.mlp\\.gate$"],
+}
 BYPASS = {"actor.loss": "grpo", "rollout_correction.bypass_mode": True}
 CASES = {
     **{level: Case("w4a16, one rank", level) for level in LEVELS},
@@ -81,7 +84,9 @@ def pair(scheme: str, experts: bool, masters: str, optimizer: str, packed: bool)
         "trainer.n_gpus_per_node": 2,
     }
     if packed:
-        settings |= {name: None for name in FOUR if "micro_batch" in name} | {"actor.ppo_max_token_len_per_gpu": 400}
+        settings |= {name: None for name in FOUR if "micro_batch" in name} | {
+            "actor.ppo_max_token_len_per_gpu": 400
+        }
     settings |= {"optim.muon_lr": 1e-3} if optimizer == "muon" else {}
     settings |= EXPERTS if experts else {}
     what = f"{scheme}, {'experts' if experts else 'dense'}, {masters} masters, {optimizer}, packed: {packed}"
@@ -90,7 +95,11 @@ def pair(scheme: str, experts: bool, masters: str, optimizer: str, packed: bool)
 
 PAIRS = {
     f"pair_{scheme}_{r}": pair(
-        scheme, bool(r ^ (s & 1) ^ (s >> 1)), ("fp32", "bf16")[r], ("muon", "adamw")[r ^ (s & 1)], bool(r ^ (s >> 1))
+        scheme,
+        bool(r ^ (s & 1) ^ (s >> 1)),
+        ("fp32", "bf16")[r],
+        ("muon", "adamw")[r ^ (s & 1)],
+        bool(r ^ (s >> 1)),
     )
     for s, scheme in enumerate(("w4a16", "w8a8", "fp8", "bf16"))
     for r in (0, 1)
@@ -105,10 +114,18 @@ def start(name: str, case: Case, root: Path) -> tuple[int, list[str], list[Row]]
         root.mkdir(parents=True, exist_ok=True)
         with (root / f"{name}.log").open("wb") as log:
             code = subprocess.run(
-                ["bash", "benchmarks/proofs/verl_halves.sh"], cwd=ROOT, env=env, stdout=log, stderr=log
+                ["bash", "benchmarks/proofs/verl_halves.sh"],
+                cwd=ROOT,
+                env=env,
+                stdout=log,
+                stderr=log,
             )
         return code.returncode, [], logged_by_verl(root / f"{case.half}.jsonl")
-    settings = ONCE | {"quant.align": case.level, "trainer.total_training_steps": case.steps} | case.settings
+    settings = (
+        ONCE
+        | {"quant.align": case.level, "trainer.total_training_steps": case.steps}
+        | case.settings
+    )
     run = Run.train(name, root, CONFIG, settings, verl=case.verl)
     return run.code, run.error, run.steps
 
@@ -117,7 +134,10 @@ def logged_by_verl(file: Path) -> list[Row]:
     """Return the steps with our names, if they are those of verl with `actor/` in front."""
     rows = []
     for entry in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
-        data = {name.replace("actor/mismatch/", "mismatch/"): value for name, value in entry["data"].items()}
+        data = {
+            name.replace("actor/mismatch/", "mismatch/"): value
+            for name, value in entry["data"].items()
+        }
         rows.append(data | {"step": entry["step"]})
     return [entry for entry in rows if "mismatch/abs_mean" in entry]
 
@@ -125,16 +145,32 @@ def logged_by_verl(file: Path) -> list[Row]:
 def judged(case: Case, code: int, error: list[str], logged: list[Row]) -> tuple[Row, bool]:
     """Return the row of a run, and whether it is as it should be."""
     steps = [
-        {"step": entry["step"], "limit": resolve_limit(None, case.level, response_length=entry["response_length/mean"])}
+        {
+            "step": entry["step"],
+            "limit": resolve_limit(None, case.level, response_length=entry["response_length/mean"]),
+        }
         | {key: entry[key] for key in METRICS if key in entry}
         for entry in logged
     ]
     fired = any("trainer and engine disagree" in line for line in error)
-    within = all(step["mismatch/abs_mean"] <= step["limit"] and not step["mismatch/over_limit"] for step in steps)
-    exact = not (case.exact or case.level == "exact") or all(step["mismatch/abs_max"] == 0 for step in steps)
+    within = all(
+        step["mismatch/abs_mean"] <= step["limit"] and not step["mismatch/over_limit"]
+        for step in steps
+    )
+    exact = not (case.exact or case.level == "exact") or all(
+        step["mismatch/abs_max"] == 0 for step in steps
+    )
     preempted = not case.preempts or all(step["rollout/preemptions"] > 0 for step in steps)
-    healthy = code == 0 and not fired and len(steps) == case.steps and within and exact and preempted
-    row = {"what": case.what, "level": case.level, "exit_code": code, "steps": steps, "guard_fired": fired}
+    healthy = (
+        code == 0 and not fired and len(steps) == case.steps and within and exact and preempted
+    )
+    row = {
+        "what": case.what,
+        "level": case.level,
+        "exit_code": code,
+        "steps": steps,
+        "guard_fired": fired,
+    }
     return row | {"error": error}, code == 2 and fired and not steps if case.refused else healthy
 
 
@@ -167,12 +203,17 @@ SMALL = {
 
 
 def verl_ranks(
-    record: Record, *, kinds: tuple[str, ...] = ("dense", "experts"), ranks: tuple[int, ...] = (1, 2, 4)
+    record: Record,
+    *,
+    kinds: tuple[str, ...] = ("dense", "experts"),
+    ranks: tuple[int, ...] = (1, 2, 4),
 ) -> None:
     """30 steps at `model` on as many engines as ranks. verl does not seed its requests, so responses differ."""
     for kind, count in ((kind, count) for kind in kinds for count in ranks):
         if record.wants(name := f"{kind} | {count}"):
-            settings = SMALL | {"trainer.n_gpus_per_node": count} | (EXPERTS if kind == "experts" else {})
+            settings = (
+                SMALL | {"trainer.n_gpus_per_node": count} | (EXPERTS if kind == "experts" else {})
+            )
             case = Case(name, "model", settings, steps=30)
             code, error, steps = start(name.replace(" | ", "_"), case, FOLDER / "verl_ranks")
             row: Row = {"exit_code": code, "steps": len(steps), "error": error}
@@ -192,7 +233,10 @@ def verl_two_runs(record: Record, *, steps: int = 10) -> None:
     with tempfile.TemporaryDirectory() as parent:
         models = {"first": TINY, "second": random_twin(Path(parent) / "twin")}
         settings = ONCE | {"quant.align": "exact", "trainer.total_training_steps": steps}
-        runs = {n: Run.start(n, root, CONFIG, settings | {"model.path": model}) for n, model in models.items()}
+        runs = {
+            n: Run.start(n, root, CONFIG, settings | {"model.path": model})
+            for n, model in models.items()
+        }
         for run in runs.values():
             run.process.wait()
         apart = other_model_abs_mean(list(models.values()))
@@ -200,7 +244,9 @@ def verl_two_runs(record: Record, *, steps: int = 10) -> None:
         largest = max((entry["mismatch/abs_max"] for entry in run.steps), default=None)
         row = {"exit_code": run.code, "steps": len(run.steps), "largest_abs_delta": largest}
         row |= {"other_model_abs_mean": apart}
-        record.add(name, row, ok=run.code == 0 and len(run.steps) == steps and largest == 0 and apart > 1)
+        record.add(
+            name, row, ok=run.code == 0 and len(run.steps) == steps and largest == 0 and apart > 1
+        )
 
 
 @torch.no_grad()
@@ -210,6 +256,10 @@ def other_model_abs_mean(models: list[Path]) -> float:
     log_probs = []
     for model in models:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        tokens = torch.randint(3, loaded.config.vocab_size, (16, 64), generator=torch.Generator().manual_seed(0))
-        log_probs.append(loaded(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]))
+        tokens = torch.randint(
+            3, loaded.config.vocab_size, (16, 64), generator=torch.Generator().manual_seed(0)
+        )
+        log_probs.append(
+            loaded(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])
+        )
     return float((log_probs[0] - log_probs[1]).abs().mean())

@@ -54,7 +54,10 @@ class _RMSNorm(torch.autograd.Function):
     @classmethod
     def blocks(cls, *tensors: torch.Tensor) -> Any:
         hidden = tensors[0].shape[-1]
-        return zip(*(t.reshape(-1, t.shape[-1]).split(max(cls.BLOCK // hidden, 1)) for t in tensors), strict=True)
+        return zip(
+            *(t.reshape(-1, t.shape[-1]).split(max(cls.BLOCK // hidden, 1)) for t in tensors),
+            strict=True,
+        )
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -182,7 +185,9 @@ class AlignedDecoderLayer(nn.Module):
         if not isinstance(self.self_attn, AlignedAttention):
             position_embeddings = _in_fp32(position_embeddings)
         normal = self.input_layernorm(hidden_states)
-        output, _ = self.self_attn(hidden_states=normal, position_embeddings=position_embeddings, **kwargs)
+        output, _ = self.self_attn(
+            hidden_states=normal, position_embeddings=position_embeddings, **kwargs
+        )
         hidden_states = add_residual(output, hidden_states)
         return add_residual(self.mlp(self.post_attention_layernorm(hidden_states)), hidden_states)
 

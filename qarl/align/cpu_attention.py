@@ -94,7 +94,9 @@ def engine_attention(
     else:
         valid = torch.arange(total) < torch.tensor(lengths)[:, None]
         pack = [tensor[valid] for tensor in tokens]
-    output: torch.Tensor = _EngineAttention.apply(*pack, scaling, tuple(zip(lengths, prompts, strict=True)))
+    output: torch.Tensor = _EngineAttention.apply(
+        *pack, scaling, tuple(zip(lengths, prompts, strict=True))
+    )
     if len(output) == batch * total:
         return output.unflatten(0, (batch, total)), None
     padded = output.new_zeros(batch, total, *output.shape[1:])
@@ -129,16 +131,28 @@ class _EngineAttention(torch.autograd.Function):
         parts = []
         sets = _sets_of_rows(ctx.lengths, tensors[0].shape[1])
         padded = [tensor.flatten(1).index_select(0, sets.places) for tensor in tensors]
-        padded[3].masked_fill_(sets.beyond[:, None], 0.0)  # so nothing beyond a row's end has a gradient
+        padded[3].masked_fill_(
+            sets.beyond[:, None], 0.0
+        )  # so nothing beyond a row's end has a gradient
         sizes = [count * length for count, length in sets.shapes]
         size = tensors[0].shape[2]
-        for (count, length), *operands in zip(sets.shapes, *(tensor.split(sizes) for tensor in padded), strict=True):
-            by_head = (operand.view(count, length, -1, size).transpose(1, 2) for operand in operands)
-            query, key, value, grad = (_copy(operand, torch.float32).flatten(0, 1) for operand in by_head)
+        for (count, length), *operands in zip(
+            sets.shapes, *(tensor.split(sizes) for tensor in padded), strict=True
+        ):
+            by_head = (
+                operand.view(count, length, -1, size).transpose(1, 2) for operand in operands
+            )
+            query, key, value, grad = (
+                _copy(operand, torch.float32).flatten(0, 1) for operand in by_head
+            )
             gradients = causal_gradients(query, key, value, grad, ctx.scaling)
             by_token = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in gradients)
             parts.append([_copy(part, tensors[0].dtype).flatten(0, 1) for part in by_token])
-        return (*(torch.cat(part).index_select(0, sets.back) for part in zip(*parts, strict=True)), None, None)
+        return (
+            *(torch.cat(part).index_select(0, sets.back) for part in zip(*parts, strict=True)),
+            None,
+            None,
+        )
 
 
 def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -192,7 +206,11 @@ _QUERIES = 64
 
 
 def causal_gradients(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad_output: torch.Tensor, scaling: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grad_output: torch.Tensor,
+    scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of causal attention for query, key and value, in FP32 (FP64 for FP64 inputs).
 
@@ -208,14 +226,17 @@ def causal_gradients(
     wide = torch.promote_types(query.dtype, torch.float32)
     key = key.to(wide)
     value = value.to(wide)
-    query, grad_output = (tensor.to(wide).view(-1, groups, length, size) for tensor in (query, grad_output))
+    query, grad_output = (
+        tensor.to(wide).view(-1, groups, length, size) for tensor in (query, grad_output)
+    )
     grad_query = torch.empty_like(query)
     grad_key = key
     grad_value = value
     for start in reversed(range(0, length, _QUERIES)):
         end = min(start + _QUERIES, length)
         block, grad = (
-            tensor[:, :, start:end].reshape(-1, groups * (end - start), size) for tensor in (query, grad_output)
+            tensor[:, :, start:end].reshape(-1, groups * (end - start), size)
+            for tensor in (query, grad_output)
         )
         block = block * scaling
         keys = key[:, :end]

@@ -28,7 +28,13 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from qarl.align.cpu import align_module
-from qarl.align.packed_attention import Lengths, check_whole_rows, lengths_of_rows, register_attention, varlen_attention
+from qarl.align.packed_attention import (
+    Lengths,
+    check_whole_rows,
+    lengths_of_rows,
+    register_attention,
+    varlen_attention,
+)
 from qarl.align.rotary import EngineRotaryEmbedding, head_size_of
 from qarl.kernels.cpu import layer_ops as cpu_ops
 from qarl.kernels.cuda import layer_ops
@@ -41,7 +47,9 @@ def unavailable_on_cuda(config: Any, capability: tuple[int, int] | None) -> str 
     if config.model_type == "qwen3_moe":
         return "is built for dense models on cuda, not for mixtures of experts"
     if not layer_ops.has_head_size(size := head_size_of(config)):
-        return f"calls FlashAttention 3, which has no heads of {size}: vLLM chooses another attention"
+        return (
+            f"calls FlashAttention 3, which has no heads of {size}: vLLM chooses another attention"
+        )
     return layer_ops.attention_unavailable(capability)
 
 
@@ -58,7 +66,9 @@ def unconfirmed_on_cuda(config: Any, *, eager: bool, adapters: bool = False) -> 
             "scripts/gpu_check.sh compares them"
         )
     if (size := head_size_of(config)) not in layer_ops.HEAD_SIZES:
-        reasons.append(f"with heads of {size}, a decode step may sum attention in another order than a prefill")
+        reasons.append(
+            f"with heads of {size}, a decode step may sum attention in another order than a prefill"
+        )
     if eager:
         reasons.append("with rollout.enforce_eager=true, vLLM may split the keys of a decode step")
     if adapters:
@@ -77,9 +87,14 @@ def align_layers(model: Any) -> dict[str, int]:
     for number, layer in enumerate(base.layers):
         align_module(layer, CudaDecoderLayer)
         align_module(layer.mlp, CudaMLP)
-        norms_of_layer = [(layer.input_layernorm, number > 0), (layer.post_attention_layernorm, True)]
+        norms_of_layer = [
+            (layer.input_layernorm, number > 0),
+            (layer.post_attention_layernorm, True),
+        ]
         norms_of_layer += [
-            (norm, False) for name in ("q_norm", "k_norm") if (norm := getattr(layer.self_attn, name, None))
+            (norm, False)
+            for name in ("q_norm", "k_norm")
+            if (norm := getattr(layer.self_attn, name, None))
         ]
         for norm, after_sum in norms_of_layer:
             _align_norm(norm, after_sum)
@@ -103,7 +118,9 @@ class CudaRMSNorm(nn.Module):
     after_sum: bool
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _Norm.apply(hidden_states, self.weight, self.variance_epsilon, self.after_sum)
+        output: torch.Tensor = _Norm.apply(
+            hidden_states, self.weight, self.variance_epsilon, self.after_sum
+        )
         return output
 
 
@@ -123,10 +140,16 @@ class CudaDecoderLayer(nn.Module):
     """Decoder layer of transformers that rotates queries and keys in FP32."""
 
     def forward(
-        self, hidden_states: torch.Tensor, *, position_embeddings: tuple[torch.Tensor, torch.Tensor], **kwargs: Any
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        **kwargs: Any,
     ) -> Any:
         cos, sin = position_embeddings
-        return super().forward(hidden_states, position_embeddings=(cos.float(), sin.float()), **kwargs)
+        return super().forward(
+            hidden_states, position_embeddings=(cos.float(), sin.float()), **kwargs
+        )
 
 
 class CudaRotaryEmbedding(EngineRotaryEmbedding):
@@ -134,7 +157,9 @@ class CudaRotaryEmbedding(EngineRotaryEmbedding):
 
     config: Any
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.turns or self.turns[0].device != x.device:
             engine = cpu_ops.engine_rotary(self.config, head_size_of(self.config))
             self.turns = cpu_ops.computed_turns(engine, x.device)
@@ -144,7 +169,9 @@ class CudaRotaryEmbedding(EngineRotaryEmbedding):
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, after_sum: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, after_sum: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.epsilon = epsilon
         return layer_ops.rms_norm(x, weight, epsilon, after_sum=after_sum)
@@ -183,7 +210,12 @@ class _SiluAndMul(torch.autograd.Function):
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, lengths: Lengths
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        lengths: Lengths,
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.scale = scale
@@ -220,7 +252,9 @@ def cuda_attention(
     tokens = query.shape[2]
     lengths = lengths_of_rows(query, key, kwargs) or (tokens,) * batch
     packed = batch == 1 and sum(lengths) == tokens
-    parts = [tensor.bfloat16().transpose(1, 2) for tensor in (query, key, value)]  # [B, T, heads, D]
+    parts = [
+        tensor.bfloat16().transpose(1, 2) for tensor in (query, key, value)
+    ]  # [B, T, heads, D]
     if packed:
         output = _Flash.apply(*(part[0] for part in parts), scaling, lengths)
         return output[None], None

@@ -38,7 +38,12 @@ from qarl.align.cpu import (
     align_module,
     aligned_class,
 )
-from qarl.align.cpu_attention import ENGINE_ATTENTION, FP32_ATTENTION, engine_attention, fp32_attention
+from qarl.align.cpu_attention import (
+    ENGINE_ATTENTION,
+    FP32_ATTENTION,
+    engine_attention,
+    fp32_attention,
+)
 from qarl.align.cuda import align_layers, unavailable_on_cuda, unconfirmed_on_cuda
 from qarl.align.families import FAMILIES
 from qarl.align.model_config import ENGINE_ACTIVATIONS, check_config_keys
@@ -83,7 +88,9 @@ class AlignReport:
 
     def __str__(self) -> str:
         lower = LEVELS.index(self.level) < LEVELS.index(self.asked)
-        changed = f" {'fell back to' if lower else 'is'} {self.level}" if self.level != self.asked else ""
+        changed = (
+            f" {'fell back to' if lower else 'is'} {self.level}" if self.level != self.asked else ""
+        )
         limit = f" for prompts of up to about {EXACT_PROMPT} tokens, with {self.threads} threads"
         limited = self.level == "exact" and self.threads > 1
         lines = [f"quant.align={self.asked}{changed}{limit if limited else ''}"]
@@ -119,7 +126,9 @@ def align_model(
     """
     if level not in LEVELS:
         raise UserError(
-            f"quant.align={level} is not a level", where="quant.align", fix=f"use one of {', '.join(LEVELS)}"
+            f"quant.align={level} is not a level",
+            where="quant.align",
+            fix=f"use one of {', '.join(LEVELS)}",
         )
     check_config_keys(model.config)
     parameter = next(model.parameters())
@@ -128,7 +137,9 @@ def align_model(
     experts = {}
     if level in ("model", "exact") and model.config.model_type in FAMILIES and device_type == "cpu":
         experts = bf16_experts(model, device, ShardedQuantExperts if sharded else QuantExperts)
-    layers = [module for module in model.modules() if isinstance(module, QuantLinear | QuantExperts)]
+    layers = [
+        module for module in model.modules() if isinstance(module, QuantLinear | QuantExperts)
+    ]
     level, reasons = resolve_level(
         model.config,
         level,
@@ -148,7 +159,9 @@ def align_model(
     return AlignReport(asked, level, numbers, reasons, threads=torch.get_num_threads())
 
 
-def _align_on_cpu(model: Any, experts: Mapping[str, QuantExperts], *, exact: bool) -> dict[str, int]:
+def _align_on_cpu(
+    model: Any, experts: Mapping[str, QuantExperts], *, exact: bool
+) -> dict[str, int]:
     """Replace the modules whose arithmetic differs from the engine's on a CPU. Return their numbers by kind.
 
     `experts`: replacements of unquantized experts, by name."""
@@ -156,13 +169,19 @@ def _align_on_cpu(model: Any, experts: Mapping[str, QuantExperts], *, exact: boo
     for layer in model.model.layers:
         align_module(layer, AlignedDecoderLayer)
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
-        norms += [getattr(layer.self_attn, name) for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)]
+        norms += [
+            getattr(layer.self_attn, name)
+            for name in ("q_norm", "k_norm")
+            if hasattr(layer.self_attn, name)
+        ]
         if exact:
             align_module(layer.self_attn, AlignedAttention)
     for norm in norms:
         align_module(norm, AlignedRMSNorm)
     align_rotary(model)
-    attention, function = (ENGINE_ATTENTION, engine_attention) if exact else (FP32_ATTENTION, fp32_attention)
+    attention, function = (
+        (ENGINE_ATTENTION, engine_attention) if exact else (FP32_ATTENTION, fp32_attention)
+    )
     register_attention(attention, function)
     model.set_attn_implementation(attention)
     for router in routers(model).values():
@@ -173,9 +192,15 @@ def _align_on_cpu(model: Any, experts: Mapping[str, QuantExperts], *, exact: boo
         if type(module) is nn.Linear:
             align_module(module, AlignedLinear)
         elif type(module) is adapted_class(nn.Linear):  # the adapter adds to the product
-            module.__class__ = cast(Any, adapted_class)(cast(Any, aligned_class)(AlignedLinear, nn.Linear))
+            module.__class__ = cast(Any, adapted_class)(
+                cast(Any, aligned_class)(AlignedLinear, nn.Linear)
+            )
     count = len(model.model.layers)
-    replaced = {"decoder layers (residual, rotary)": count, "norms": len(norms), f"attentions ({attention})": count}
+    replaced = {
+        "decoder layers (residual, rotary)": count,
+        "norms": len(norms),
+        f"attentions ({attention})": count,
+    }
     return replaced | {"routers": len(routers(model)), "BF16 experts": len(experts)}
 
 
@@ -221,18 +246,26 @@ def resolve_level(
     split = split_unavailable(workers)
     if device_type == "cuda" and torch.cuda.is_available():
         capability = capability or torch.cuda.get_device_capability()
-    if level == "exact" and (why_not := exact_unavailable(config, device_type, dtype, kernels, capability) or split):
+    if level == "exact" and (
+        why_not := exact_unavailable(config, device_type, dtype, kernels, capability) or split
+    ):
         level = "model"
         reasons = [f"exact: {why_not}"]
-    elif level == "model" and not (exact_unavailable(config, device_type, dtype, kernels, capability) or split):
+    elif level == "model" and not (
+        exact_unavailable(config, device_type, dtype, kernels, capability) or split
+    ):
         level = "exact"
-    if level == "model" and (why_not := model_unavailable(config, device_type, dtype, capability) or split):
+    if level == "model" and (
+        why_not := model_unavailable(config, device_type, dtype, capability) or split
+    ):
         level = "linears"
         reasons = [*reasons, f"model: {why_not}"]
     return level, tuple(reasons)
 
 
-def unconfirmed(level: str, device_type: str, config: Any, *, eager: bool, adapters: bool = False) -> str | None:
+def unconfirmed(
+    level: str, device_type: str, config: Any, *, eager: bool, adapters: bool = False
+) -> str | None:
     """Return why an applied level promises no mismatch for this transformers config, or None.
 
     `eager`: whether the engine runs without CUDA graphs. `adapters`: whether it has adapters.
@@ -280,7 +313,9 @@ def rotary_unavailable(config: Any, device_type: str = "cpu") -> str | None:
     if launches_elsewhere:  # the trainer, on another machine, decides
         return None
     if missing := vllm_unusable():
-        return f"needs vLLM's cosines and sines for a rotary embedding of type {rope_type}: {missing}"
+        return (
+            f"needs vLLM's cosines and sines for a rotary embedding of type {rope_type}: {missing}"
+        )
     try:
         match = match_rotary(config)
     except Exception as error:  # `check_config_keys` refuses such a config, but the level may be resolved before that
@@ -303,7 +338,9 @@ def exact_unavailable(
     if "reference" in kernels:
         return "some linears or experts run the reference kernel, not the engine's"
     if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV", "0") != "0":
-        return "VLLM_CPU_ATTN_SPLIT_KV is set, so the result of vLLM's attention depends on the batch"
+        return (
+            "VLLM_CPU_ATTN_SPLIT_KV is set, so the result of vLLM's attention depends on the batch"
+        )
     return layer_ops.attention_unavailable(device_type, head_size_of(config))
 
 
@@ -317,7 +354,9 @@ def engine_arithmetic(model: Any, *, dtype: torch.dtype | None = None) -> Iterat
     Yield whether level `model` exists for it. If not, nothing changes. `dtype`: dtype of the weights in the forward, if
     FSDP2 gathers another one than it shards. FSDP2 may shard the model, except experts that are not quantized."""
     parameter = next(model.parameters())
-    if parameter.device.type != "cpu" or model_unavailable(model.config, "cpu", dtype or parameter.dtype):
+    if parameter.device.type != "cpu" or model_unavailable(
+        model.config, "cpu", dtype or parameter.dtype
+    ):
         yield False
         return
     modules = dict(model.named_modules())

@@ -72,21 +72,32 @@ def _window_or_none(value: Any, config: Any) -> bool:
 
 def _window_or_full(value: Any, config: Any) -> bool:
     """EXAONE 4: without a window, all layers rotate and attend to all tokens."""
-    return _is_positive(value, config) or (value is None and set(config.layer_types or ()) == {"full_attention"})
+    return _is_positive(value, config) or (
+        value is None and set(config.layer_types or ()) == {"full_attention"}
+    )
 
 
 _FLAG = _only(True, False)
 _NORM: dict[str, Allowed] = {"rms_norm_eps": _any, "head_dim": _any}
 _USUAL: dict[str, Allowed] = {**_NORM, "tie_word_embeddings": _FLAG}
 _BIASES: dict[str, Allowed] = {"attention_bias": _FLAG, "mlp_bias": _FLAG}
-_LAYERS: dict[str, Allowed] = {"layer_types": _windows, "sliding_window": _is_positive, "sliding_window_pattern": _any}
+_LAYERS: dict[str, Allowed] = {
+    "layer_types": _windows,
+    "sliding_window": _is_positive,
+    "sliding_window_pattern": _any,
+}
 _GEMMA: dict[str, Allowed] = {
     "query_pre_attn_scalar": _any,
     "final_logit_softcapping": _any,
     "attention_bias": _FLAG,
     **_LAYERS,
 }
-_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_MULTIPLIERS = (
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+)
 COMPARED: dict[str, dict[str, Allowed]] = {
     "arcee": {**_USUAL, **_BIASES},
     "cohere": {"layer_norm_eps": _any, "logit_scale": _any, "use_qk_norm": _FLAG},
@@ -107,7 +118,12 @@ COMPARED: dict[str, dict[str, Allowed]] = {
     "gemma2": {**_NORM, **_GEMMA},
     "gemma3_text": {**_USUAL, **_GEMMA},
     "granite": {**_USUAL, **_BIASES, **dict.fromkeys(_MULTIPLIERS, _any)},
-    "jais2": {"layer_norm_eps": _any, "tie_word_embeddings": _FLAG, **_BIASES, "head_dim": _head_size_of_hidden},
+    "jais2": {
+        "layer_norm_eps": _any,
+        "tie_word_embeddings": _FLAG,
+        **_BIASES,
+        "head_dim": _head_size_of_hidden,
+    },
     "mistral": {**_USUAL, "sliding_window": _window_or_none},
     "nemotron": {"norm_eps": _any, "tie_word_embeddings": _FLAG, **_BIASES, "head_dim": _any},
     "seed_oss": _USUAL,
@@ -141,8 +157,13 @@ _ROPE_KEYS = frozenset(
 def read_keys(family: str) -> frozenset[str]:
     """Return the keys that vLLM or transformers reads for `family`, without those inside `rope_parameters`."""
     families = json.loads(TABLE.read_text())["families"]
-    sides = (*families["llama"].values(), *families[family].values())  # Llama's list has the files that all share
-    return frozenset(key for side in sides for key in side if not key.startswith("rope_parameters."))
+    sides = (
+        *families["llama"].values(),
+        *families[family].values(),
+    )  # Llama's list has the files that all share
+    return frozenset(
+        key for side in sides for key in side if not key.startswith("rope_parameters.")
+    )
 
 
 def check_compared_keys(config: Any, unread: Collection[str]) -> None:
@@ -185,12 +206,18 @@ def _check_rope_keys(config: Any) -> None:
         return
     for key in parameters:
         if key not in _ROPE_KEYS:
-            raise _never_compared(config.model_type, f"rope_parameters.{key}", parameters[key], None)
+            raise _never_compared(
+                config.model_type, f"rope_parameters.{key}", parameters[key], None
+            )
 
 
 def by_layer(parameters: Mapping[str, Any]) -> bool:
     """Return whether `rope_parameters` has one entry for each type of layer, as Gemma 3's."""
-    return any(isinstance(part, Mapping) for name, part in parameters.items() if name.endswith("_attention"))
+    return any(
+        isinstance(part, Mapping)
+        for name, part in parameters.items()
+        if name.endswith("_attention")
+    )
 
 
 def _never_compared(family: str, key: str, value: Any, default: Any) -> UserError:
@@ -245,36 +272,72 @@ def _some_experts(value: Any, config: Any) -> bool:
 
 _MOE = ("qwen3_moe",)
 REFUSED: dict[str, Refusal] = {
-    "bias": Refusal(("llama",), _unset, "vLLM adds biases to q, k, v and o_proj, transformers does not"),
-    "qkv_bias": Refusal(("llama",), _unset, "vLLM adds biases to q, k and v_proj, transformers does not"),
-    "logit_scale": Refusal(("llama",), _is(1.0), "vLLM multiplies the logits by it, transformers does not"),
+    "bias": Refusal(
+        ("llama",), _unset, "vLLM adds biases to q, k, v and o_proj, transformers does not"
+    ),
+    "qkv_bias": Refusal(
+        ("llama",), _unset, "vLLM adds biases to q, k and v_proj, transformers does not"
+    ),
+    "logit_scale": Refusal(
+        ("llama",), _is(1.0), "vLLM multiplies the logits by it, transformers does not"
+    ),
     "attention_bias": Refusal(
-        ("qwen3", "qwen3_moe"), _unset, "transformers adds a bias to o_proj, but vLLM's class has no such parameter"
+        ("qwen3", "qwen3_moe"),
+        _unset,
+        "transformers adds a bias to o_proj, but vLLM's class has no such parameter",
     ),
-    "qk_norm": Refusal(("qwen2",), _unset, "vLLM normalises queries and keys, transformers does not"),
+    "qk_norm": Refusal(
+        ("qwen2",), _unset, "vLLM normalises queries and keys, transformers does not"
+    ),
     "head_dim": Refusal(
-        ("qwen2",), _head_size_of_hidden, "transformers reads it; vLLM's Qwen2 uses hidden_size / num_attention_heads"
+        ("qwen2",),
+        _head_size_of_hidden,
+        "transformers reads it; vLLM's Qwen2 uses hidden_size / num_attention_heads",
     ),
-    "hidden_act": Refusal(FAMILIES, _is(*ENGINE_ACTIVATIONS), "vLLM's class supports only the activation silu"),
-    "is_causal": Refusal(FAMILIES, _is(True), "vLLM would attend to later tokens, but a policy must be causal"),
+    "hidden_act": Refusal(
+        FAMILIES, _is(*ENGINE_ACTIVATIONS), "vLLM's class supports only the activation silu"
+    ),
+    "is_causal": Refusal(
+        FAMILIES, _is(True), "vLLM would attend to later tokens, but a policy must be causal"
+    ),
     "use_bidirectional_attention": Refusal(
         FAMILIES, _unset, "vLLM would attend to later tokens, but a policy must be causal"
     ),
     "sliding_window": Refusal(
-        ("llama",), _no_window, "vLLM gives each layer this window, transformers' Llama attends to all tokens"
+        ("llama",),
+        _no_window,
+        "vLLM gives each layer this window, transformers' Llama attends to all tokens",
     ),
-    "layer_types": Refusal(FAMILIES, _full_attention, "the two sides disagree on which layers have windows"),
-    "attention_chunk_size": Refusal(FAMILIES, _unset, "vLLM attends in chunks of this size, transformers does not"),
-    "dual_chunk_attention_config": Refusal(FAMILIES, _unset, "vLLM attends in chunks, transformers does not"),
+    "layer_types": Refusal(
+        FAMILIES, _full_attention, "the two sides disagree on which layers have windows"
+    ),
+    "attention_chunk_size": Refusal(
+        FAMILIES, _unset, "vLLM attends in chunks of this size, transformers does not"
+    ),
+    "dual_chunk_attention_config": Refusal(
+        FAMILIES, _unset, "vLLM attends in chunks, transformers does not"
+    ),
     "num_experts": Refusal(_MOE, _is_positive, "vLLM's class needs at least one layer of experts"),
-    "mlp_only_layers": Refusal(_MOE, _some_experts, "vLLM's class needs at least one layer of experts"),
-    "decoder_sparse_step": Refusal(
-        _MOE, _is(1), "vLLM does not map gate_proj and up_proj to one fused layer in the layers without experts"
+    "mlp_only_layers": Refusal(
+        _MOE, _some_experts, "vLLM's class needs at least one layer of experts"
     ),
-    "shared_expert_intermediate_size": Refusal(_MOE, _unset, "vLLM adds a shared expert, transformers does not"),
-    "use_sliding_window": Refusal(_MOE, _unset, "sliding windows were never compared for a mixture of experts"),
-    "output_router_logits": Refusal(_MOE, _unset, "transformers would add a loss that balances the experts"),
-    "head_dtype": Refusal(FAMILIES, _is("bfloat16", "model"), "vLLM computes logits in it, transformers in BF16"),
+    "decoder_sparse_step": Refusal(
+        _MOE,
+        _is(1),
+        "vLLM does not map gate_proj and up_proj to one fused layer in the layers without experts",
+    ),
+    "shared_expert_intermediate_size": Refusal(
+        _MOE, _unset, "vLLM adds a shared expert, transformers does not"
+    ),
+    "use_sliding_window": Refusal(
+        _MOE, _unset, "sliding windows were never compared for a mixture of experts"
+    ),
+    "output_router_logits": Refusal(
+        _MOE, _unset, "transformers would add a loss that balances the experts"
+    ),
+    "head_dtype": Refusal(
+        FAMILIES, _is("bfloat16", "model"), "vLLM computes logits in it, transformers in BF16"
+    ),
 }
 
 _OTHERS = "neither: it belongs to encoders, state-space or multimodal models, or is an old name of such a key"
@@ -307,24 +370,34 @@ VERDICTS = {key: verdict for verdict, keys in _KEYS.items() for key in keys.spli
 """Key -> verdict `both`, `rotary` or `neither`, with a reason. A `Refusal` for the model's family overrides it."""
 
 BOOKKEEPING: dict[str, Allowed] = {
-    **dict.fromkeys(("auto_map", "keys_to_ignore_at_inference", "tokenizer_class", "torch_dtype"), _any),
+    **dict.fromkeys(
+        ("auto_map", "keys_to_ignore_at_inference", "tokenizer_class", "torch_dtype"), _any
+    ),
     "attn_implementation": _any,  # verl puts it into the config that it loads
-    **dict.fromkeys(("finetuning_task", "pruned_heads", "task_specific_params", "torchscript"), _any),
-    **dict.fromkeys(("unsloth_fixed", "unsloth_version", "is_llama_config", "transformers.js_config"), _any),
+    **dict.fromkeys(
+        ("finetuning_task", "pruned_heads", "task_specific_params", "torchscript"), _any
+    ),
+    **dict.fromkeys(
+        ("unsloth_fixed", "unsloth_version", "is_llama_config", "transformers.js_config"), _any
+    ),
     "use_mrope": _unset,
     "rope_interleaved": _unset,
 }
 """Keys of published configs (Qwen2.5, SmolLM2, models saved by Unsloth) that no config class has and no forward reads,
 with the values that change nothing. The last two name other rotary embeddings."""
 
-UNREAD = frozenset(key for key, verdict in VERDICTS.items() if verdict in (_LOADING, _TRAINING, _ROTARY)) | {
+UNREAD = frozenset(
+    key for key, verdict in VERDICTS.items() if verdict in (_LOADING, _TRAINING, _ROTARY)
+) | {
     "num_labels",
     "hidden_dropout",
     "residual_dropout",
 }
 
 
-DECIDE_NOTHING = frozenset(key for key, reason in VERDICTS.items() if reason in (_LOADING, _TRAINING))
+DECIDE_NOTHING = frozenset(
+    key for key, reason in VERDICTS.items() if reason in (_LOADING, _TRAINING)
+)
 """Keys that change nothing of a forward."""
 
 
@@ -334,7 +407,9 @@ def verdict(family: str, key: str) -> str | None:
         return f"refused: {REFUSED[key].why}"
     if key.startswith("rope_parameters."):
         return _ROTARY
-    return VERDICTS.get(key, "neither: the class of this family does not read it" if key in REFUSED else None)
+    return VERDICTS.get(
+        key, "neither: the class of this family does not read it" if key in REFUSED else None
+    )
 
 
 @cache
@@ -358,7 +433,12 @@ def check_known_keys(config: Any) -> None:
     known = _known_keys(kind)
     for key, value in sorted(vars(config).items()):
         harmless = key in BOOKKEEPING and BOOKKEEPING[key](value, config)
-        if value is None or key.startswith("_") or harmless or (key in known and key not in BOOKKEEPING):
+        if (
+            value is None
+            or key.startswith("_")
+            or harmless
+            or (key in known and key not in BOOKKEEPING)
+        ):
             continue
         raise UserError(
             f"{key}={value!r} in a config of {config.model_type} is an unknown key",
@@ -377,7 +457,9 @@ def check_config_keys(config: Any) -> None:
     check_known_keys(config)
     if config.model_type not in FAMILIES:
         check_compared_keys(config, UNREAD)
-        if config.model_type in SHOWN and not by_layer(getattr(config, "rope_parameters", None) or {}):
+        if config.model_type in SHOWN and not by_layer(
+            getattr(config, "rope_parameters", None) or {}
+        ):
             check_rotary(config)
         return
     for key, refusal in REFUSED.items():
@@ -396,7 +478,12 @@ def check_rotary(config: Any) -> None:
     fix = "train a model with a different rotary embedding"
     unlike = "trainer and rollout engine would compute different rotary embeddings from this config"
     if "mrope_section" in parameters:
-        raise UserError(unlike, where=where, why="vLLM uses three positions per token, but transformers one", fix=fix)
+        raise UserError(
+            unlike,
+            where=where,
+            why="vLLM uses three positions per token, but transformers one",
+            fix=fix,
+        )
     try:
         match = match_rotary(config)
     except Exception as error:  # each rotary class of vLLM raises its own errors for missing keys

@@ -143,7 +143,11 @@ def register_attention(name: str, function: Callable[..., tuple[torch.Tensor, No
 def use_rows_attention(model: Any) -> bool:
     """Switch a transformers model from `sdpa` to `qarl_rows`, if this is possible. Return whether it is."""
     known = model.config.model_type in (*FAMILIES, *SHOWN)
-    if not known or model.config._attn_implementation != "sdpa" or not model._supports_attention_backend:
+    if (
+        not known
+        or model.config._attn_implementation != "sdpa"
+        or not model._supports_attention_backend
+    ):
         return False
     register_attention(ROWS_ATTENTION, rows_attention)
     model.set_attn_implementation(ROWS_ATTENTION)
@@ -170,7 +174,9 @@ def rows_mask(*, attention_mask: torch.Tensor | None = None, **how: Any) -> torc
     return sdpa_mask(attention_mask=attention_mask, **how)
 
 
-def lengths_of_rows(query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any]) -> Lengths | None:
+def lengths_of_rows(
+    query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any]
+) -> Lengths | None:
     """Return the number of tokens of each row, or None if all rows of the forward are full.
 
     `query` [B, H, T, D], `key` [B, Hkv, keys, D]. `options`: the keyword arguments of an attention function. If B is 1,
@@ -203,13 +209,21 @@ def _lengths_of_positions(positions: torch.Tensor) -> Lengths | None:
         lengths: Lengths | None = known[1]
         return lengths
     starts = ((positions[0].diff() != 1).nonzero()[:, 0] + 1).tolist()
-    lengths = tuple(end - start for start, end in pairwise([0, *starts, positions.shape[1]])) if starts else None
+    lengths = (
+        tuple(end - start for start, end in pairwise([0, *starts, positions.shape[1]]))
+        if starts
+        else None
+    )
     _LENGTHS[positions] = (version, lengths)
     return lengths
 
 
 def in_rows(
-    attend: RowAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths
+    attend: RowAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Lengths,
 ) -> torch.Tensor:
     """Call `attend` for each row. Return [B, T, H, D], with zeros after the end of a padded row.
 
@@ -221,7 +235,9 @@ def in_rows(
     total = query.shape[2]
     outputs = []
     for i, row in enumerate(zip(*(tensor.split(1) for tensor in (query, key, value)), strict=True)):
-        output = attend(i, *(part.split([lengths[i], total - lengths[i]], dim=2)[0] for part in row))
+        output = attend(
+            i, *(part.split([lengths[i], total - lengths[i]], dim=2)[0] for part in row)
+        )
         outputs.append(F.pad(output, (0, 0, 0, 0, 0, total - lengths[i])))
     return torch.cat(outputs)
 
@@ -305,7 +321,9 @@ def varlen_attention(
 
     ends = _ends(lengths, query.device)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    grouped: dict[str, Any] = (
+        {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    )
     longest = max(lengths)
     output: Any = varlen_attn(
         *(q, k, v, ends, ends, longest, longest),

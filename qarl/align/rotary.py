@@ -50,7 +50,9 @@ them. The comparison takes each cosine once and rotates halves on both sides."""
 
 PLAIN = {
     "default": frozenset[str](),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
 }
 """Types of rotary embedding that tests have shown to be equal on both sides -> all keys that both sides read."""
 
@@ -100,14 +102,22 @@ def _compare(config: Any, head_size: int) -> RotaryMatch:
     turns = cpu_ops.cached_turns(engine)
     if turns is not None and turns[0].shape[-1] * 2 != head_size:
         turns = None
-    equal = turns is not None and torch.equal(_turn(query, *(part[positions] for part in turns)).bfloat16(), theirs)
+    equal = turns is not None and torch.equal(
+        _turn(query, *(part[positions] for part in turns)).bfloat16(), theirs
+    )
     own = _transformers_turn(config, positions, query)
-    error = float("inf") if own is None else float((own - theirs.float()).norm() / theirs.float().norm())
+    error = (
+        float("inf")
+        if own is None
+        else float((own - theirs.float()).norm() / theirs.float().norm())
+    )
     return RotaryMatch(equal, error < _NEAR, error, type(engine).__name__, turns if equal else None)
 
 
 def head_size_of(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
 
 
 def _turn(query: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
@@ -118,7 +128,9 @@ def _turn(query: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> to
     return x * cosines.float().repeat(1, 2) + rotated * sines.float().repeat(1, 2)
 
 
-def _transformers_turn(config: Any, positions: torch.Tensor, query: torch.Tensor) -> torch.Tensor | None:
+def _transformers_turn(
+    config: Any, positions: torch.Tensor, query: torch.Tensor
+) -> torch.Tensor | None:
     """Rotate `query` with transformers' own module. Return FP32 [T, D], or None if its cosines have a wrong size."""
     from transformers import AutoModelForCausalLM
 
@@ -145,6 +157,8 @@ class EngineRotaryEmbedding(nn.Module):
 
     turns: tuple[torch.Tensor, torch.Tensor]
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         cosines, sines = (part[position_ids] for part in self.turns)
         return torch.cat((cosines, cosines), dim=-1), torch.cat((sines, sines), dim=-1)

@@ -61,7 +61,13 @@ class Roots:
         self.tokens = 0.0
 
     @torch.no_grad()
-    def add(self, model: Any, log_probs: Callable[[], torch.Tensor], rollout: torch.Tensor, mask: torch.Tensor) -> None:
+    def add(
+        self,
+        model: Any,
+        log_probs: Callable[[], torch.Tensor],
+        rollout: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> None:
         """Compare a few responses. `log_probs` runs the forward of `model` and returns FP32 log-probs [B, T].
 
         `rollout`: the engine's log-probs, [B, T]. `mask`: whether a place has a token, [B, T]."""

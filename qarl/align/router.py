@@ -47,7 +47,9 @@ class AlignedRouter(nn.Module):
         return logits, engine_weights(logits, experts, renormalize=self.norm_topk_prob), experts
 
 
-def engine_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool) -> torch.Tensor:
+def engine_weights(
+    logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool
+) -> torch.Tensor:
     """Return the weights [T, k] that vLLM gives to `experts` [T, k], differentiable, in the dtype of `logits`
     [T, E].
     """
@@ -57,7 +59,9 @@ def engine_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: 
     return (chosen - torch.logsumexp(logits, dim=-1, keepdim=True)).exp()
 
 
-def transformers_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool) -> torch.Tensor:
+def transformers_weights(
+    logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool
+) -> torch.Tensor:
     """Return the weights [T, k] that transformers' routers give to `experts`. Arguments are as in `engine_weights`."""
     chosen = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, experts)
     if renormalize:
@@ -128,7 +132,9 @@ class RecordedRouting:
         """Return the chosen experts of each token, int64 [T, layers, k]; -1 in layers that have no experts."""
         first = next(iter(self._chosen.values()))
         missing = torch.full_like(first, -1)
-        return torch.stack([self._chosen.get(number, missing) for number in range(self._layers)], dim=1)
+        return torch.stack(
+            [self._chosen.get(number, missing) for number in range(self._layers)], dim=1
+        )
 
     def _hook(self, number: int) -> Any:
         def record(router: Any, inputs: Any, output: RouterOutput) -> None:

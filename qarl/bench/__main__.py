@@ -52,7 +52,11 @@ def _main(argv: list[str]) -> int:
 def _help(topics: list[str]) -> str:
     """Return the help: this page, or the keys of the parts in `topics`."""
     modules = [importlib.import_module(PARTS[one_of(part, PARTS, "benchmark")]) for part in topics]
-    texts = [text for module in modules for text in (module.__doc__ or "", f"Keys:\n{module.KEYS.__doc__}")]
+    texts = [
+        text
+        for module in modules
+        for text in (module.__doc__ or "", f"Keys:\n{module.KEYS.__doc__}")
+    ]
     return "\n\n".join(inspect.cleandoc(text) for text in texts or [__doc__ or ""])
 
 

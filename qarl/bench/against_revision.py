@@ -78,8 +78,12 @@ def compare(arguments: Arguments, checkout: Path) -> list[dict[str, Times]]:
             order = list(trees) if number % 2 == 0 else list(trees)[::-1]
             pair: dict[str, Times] = {}
             for name in order:
-                print(f"pair {number + 1} of {arguments.pairs}: {name}", file=sys.stderr, flush=True)
-                pair[name] = launch(trees[name], checkout, arguments, Path(folder) / f"{name}-{number}")
+                print(
+                    f"pair {number + 1} of {arguments.pairs}: {name}", file=sys.stderr, flush=True
+                )
+                pair[name] = launch(
+                    trees[name], checkout, arguments, Path(folder) / f"{name}-{number}"
+                )
             pairs.append(pair)
     return pairs
 
@@ -88,7 +92,12 @@ def compare(arguments: Arguments, checkout: Path) -> list[dict[str, Times]]:
 def worktree(checkout: Path, revision: str, folder: Path) -> Iterator[Path]:
     """Check `revision` out into `folder`, and remove it in the end. Raise UserError if git cannot."""
     git = ["git", "-C", str(checkout), "worktree"]
-    made = subprocess.run([*git, "add", "--detach", str(folder), revision], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        [*git, "add", "--detach", str(folder), revision],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if made.returncode:
         why = made.stderr.strip().rpartition("\n")[2]
         raise UserError(f"git cannot check out {revision!r}", where=str(checkout), why=why)
@@ -103,10 +112,19 @@ def launch(tree: Path, checkout: Path, arguments: Arguments, folder: Path) -> Ti
 
     PYTHONPATH comes before an editable installation; PYTHONSAFEPATH keeps the working folder's code out."""
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
-    keys = [f"config={config_of(arguments.config, checkout)}", f"output_dir={folder}", "name=against"]
-    keys += [f"trainer.total_training_steps={arguments.steps}", *(f"trainer.{key}" for key in _QUIET)]
+    keys = [
+        f"config={config_of(arguments.config, checkout)}",
+        f"output_dir={folder}",
+        "name=against",
+    ]
+    keys += [
+        f"trainer.total_training_steps={arguments.steps}",
+        *(f"trainer.{key}" for key in _QUIET),
+    ]
     command = [sys.executable, "-m", "qarl.train", *keys]
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=checkout, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         lines = "\n".join((done.stderr or done.stdout).strip().splitlines()[-12:])
         raise UserError("a run failed, so there is no figure", where=str(tree), why=lines)
@@ -118,28 +136,46 @@ def config_of(name: str, checkout: Path) -> str:
     """Return the path of this checkout's config, so that an older revision does not read its own of that name."""
     path = Path(name) if Path(name).is_file() else checkout / "configs" / name
     if not path.is_file():
-        raise UserError(f"there is no config {name!r}", where="config", fix="give a path, or a name in configs/")
+        raise UserError(
+            f"there is no config {name!r}", where="config", fix="give a path, or a name in configs/"
+        )
     return str(path.resolve())
 
 
 def times(history: Sequence[dict[str, Any]]) -> Times:
     """Return the median seconds of each phase and the mean response length, over the steps after the first."""
     steps = [entry for entry in history if "timing_s/step" in entry][1:]
-    keys = {name: f"timing_s/{key}" for name, key in PHASES.items() if f"timing_s/{key}" in steps[-1]}
+    keys = {
+        name: f"timing_s/{key}" for name, key in PHASES.items() if f"timing_s/{key}" in steps[-1]
+    }
     medians = {name: statistics.median(entry[key] for entry in steps) for name, key in keys.items()}
     return medians | {"length": statistics.fmean(entry["response_length/mean"] for entry in steps)}
 
 
 def table(pairs: Sequence[dict[str, Times]], revision: str) -> str:
     """Return a Markdown table of seconds and ratios, and a warning if the two revisions did not do the same work."""
-    heads = ["phase", f"{revision}, s", "now, s", "now / before", f"minimum-maximum of {len(pairs)} pairs"]
+    heads = [
+        "phase",
+        f"{revision}, s",
+        "now, s",
+        "now / before",
+        f"minimum-maximum of {len(pairs)} pairs",
+    ]
     rows = []
-    for phase in (name for name in PHASES if all(name in times for pair in pairs for times in pair.values())):
-        before, now = (statistics.median(pair[name][phase] for pair in pairs) for name in ("before", "now"))
+    for phase in (
+        name for name in PHASES if all(name in times for pair in pairs for times in pair.values())
+    ):
+        before, now = (
+            statistics.median(pair[name][phase] for pair in pairs) for name in ("before", "now")
+        )
         each = [pair["now"][phase] / pair["before"][phase] for pair in pairs]
         spread = f"{min(each):.3f}-{max(each):.3f}"
-        rows.append([phase, f"{before:.3g}", f"{now:.3g}", f"{statistics.median(each):.3f}", spread])
+        rows.append(
+            [phase, f"{before:.3g}", f"{now:.3g}", f"{statistics.median(each):.3f}", spread]
+        )
     lines = markdown_table(heads, rows)
     if any(pair["now"]["length"] != pair["before"]["length"] for pair in pairs):
-        lines += "\n\nwarning: the revisions generated responses of different lengths: not the same work"
+        lines += (
+            "\n\nwarning: the revisions generated responses of different lengths: not the same work"
+        )
     return lines

@@ -21,7 +21,9 @@ def one_of(value: str, known: Collection[str], what: str) -> str:
     """Return `value`. Raise UserError unless it is one of `known`. The error names the most similar one."""
     if value not in known:
         hint = f" (nearest: {near})" if (near := nearest(value, known)) else ""
-        raise UserError(f"there is no {what} {value!r}", where=what, fix=f"use one of {', '.join(known)}{hint}")
+        raise UserError(
+            f"there is no {what} {value!r}", where=what, fix=f"use one of {', '.join(known)}{hint}"
+        )
     return value
 
 
@@ -35,7 +37,10 @@ def device_of(words: Sequence[str]) -> str:
     """Return the device that `words` name, else cuda if the driver shows a GPU, else cpu, without importing torch."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     default = "cuda" if not hidden and Path("/dev/nvidiactl").exists() else "cpu"
-    return next((argument.partition("=")[2] for argument in words if argument.startswith("device=")), default)
+    return next(
+        (argument.partition("=")[2] for argument in words if argument.startswith("device=")),
+        default,
+    )
 
 
 def check_device(device: str) -> None:
@@ -46,7 +51,9 @@ def check_device(device: str) -> None:
         raise UserError("PyTorch sees no GPU", where="device", fix="set device=cpu")
     if device == "cpu" and torch.cuda.is_available():
         fix = "set device=cuda, or hide the GPU with CUDA_VISIBLE_DEVICES="
-        raise UserError("this machine has a GPU, which the trainer would use", where="device=cpu", fix=fix)
+        raise UserError(
+            "this machine has a GPU, which the trainer would use", where="device=cpu", fix=fix
+        )
 
 
 def as_json(arguments: Any) -> dict[str, Any]:

@@ -27,7 +27,13 @@ from qarl.kernels import experts as grouped
 from qarl.kernels.base import ExpertsKernel, ExpertsShape, LinearKernel, Tensors
 from qarl.kernels.cuda.vllm_linears import VllmMarlinLinear
 from qarl.kernels.experts import ReferenceExperts, route, scheme_of
-from qarl.kernels.reference import quantize_fp8, quantize_fp8_cuda, quantize_int8, quantize_int8_cuda, silu_mul
+from qarl.kernels.reference import (
+    quantize_fp8,
+    quantize_fp8_cuda,
+    quantize_int8,
+    quantize_int8_cuda,
+    silu_mul,
+)
 from qarl.kernels.registry import BF16_KERNELS, EXPERTS_KERNELS, LINEAR_KERNELS
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
 from qarl.quant.experts import quantize_stack
@@ -79,14 +85,24 @@ class Competitor:
         """Return why this call is not timed (error too large, or an exception), or None if it is."""
         try:
             error = self.error()
-        except Exception as raised:  # a kernel that does not compile or launch; the others must still be measured
+        except (
+            Exception
+        ) as raised:  # a kernel that does not compile or launch; the others must still be measured
             return f"{type(raised).__name__}: {raised}"
-        return None if error <= self.allowed else f"its relative error is {error:.2e}; {self.allowed:.0e} is allowed"
+        return (
+            None
+            if error <= self.allowed
+            else f"its relative error is {error:.2e}; {self.allowed:.0e} is allowed"
+        )
 
 
 def ends(rows: torch.Tensor) -> torch.Tensor:
     """Return the first and last `CHECKED_ROWS` rows."""
-    return rows if len(rows) <= 2 * CHECKED_ROWS else torch.cat([rows[:CHECKED_ROWS], rows[-CHECKED_ROWS:]])
+    return (
+        rows
+        if len(rows) <= 2 * CHECKED_ROWS
+        else torch.cat([rows[:CHECKED_ROWS], rows[-CHECKED_ROWS:]])
+    )
 
 
 def error_of(call: Call, expected: torch.Tensor) -> Callable[[], float]:
@@ -130,17 +146,29 @@ class Layer:
         self.weight = weight
         self.arguments = arguments
         self.shape = (weight.shape[0], weight.shape[1])
-        self.quantized = {name: quantize(weight, get_scheme(name, arguments.group_size)) for name in arguments.scheme}
+        self.quantized = {
+            name: quantize(weight, get_scheme(name, arguments.group_size))
+            for name in arguments.scheme
+        }
 
     def kernels(self, scheme: str) -> Iterator[type[LinearKernel]]:
         """Yield the registry's kernels that support this layer, except float64 references on GPUs, which are slow."""
         for kernel in LINEAR_KERNELS[scheme]:
             sizes = kernel.group_sizes
-            fits = sizes is None or not get_scheme(scheme).group_size or self.arguments.group_size in sizes
-            slow = kernel.name == "reference" and self.weight.is_cuda and scheme != "w4a16"  # float64 products
+            fits = (
+                sizes is None
+                or not get_scheme(scheme).group_size
+                or self.arguments.group_size in sizes
+            )
+            slow = (
+                kernel.name == "reference" and self.weight.is_cuda and scheme != "w4a16"
+            )  # float64 products
             why_not = kernel.unavailable(scheme, self.weight.device, self.shape)
             # Marlin is measured even if vLLM prefers Machete.
-            machete = kernel is VllmMarlinLinear and why_not == "here vLLM itself runs MacheteLinearKernel"
+            machete = (
+                kernel is VllmMarlinLinear
+                and why_not == "here vLLM itself runs MacheteLinearKernel"
+            )
             if fits and not slow and (why_not is None or machete):
                 yield kernel
 
@@ -154,17 +182,30 @@ def linear(layer: Layer, rows: int) -> list[Competitor]:
     plain = partial(F.linear, x, weight)
     right = _product(ends(x), weight)
     competitors = [
-        Competitor("bf16", "bf16", plain, error_of(plain, right), PRODUCT_ERROR, activations + weight.nbytes, flop)
+        Competitor(
+            "bf16",
+            "bf16",
+            plain,
+            error_of(plain, right),
+            PRODUCT_ERROR,
+            activations + weight.nbytes,
+            flop,
+        )
     ]
     for scheme, quantized in layer.quantized.items():
         moved = activations + quantized.nbytes
         exact_weight = _exact_weight(scheme, quantized)
-        expected = {on_cuda: _product(_seen(scheme, ends(x), on_cuda), exact_weight) for on_cuda in (False, True)}
+        expected = {
+            on_cuda: _product(_seen(scheme, ends(x), on_cuda), exact_weight)
+            for on_cuda in (False, True)
+        }
         allowed = FP8_ERROR if scheme == "fp8" else PRODUCT_ERROR
         for kernel in layer.kernels(scheme):
             call = partial(kernel.linear, x, kernel.prepare(quantized.tensors), None)
             target = expected[kernel.name.startswith(("triton", "vllm_cutlass"))]
-            competitors.append(Competitor(scheme, kernel.name, call, error_of(call, target), allowed, moved, flop))
+            competitors.append(
+                Competitor(scheme, kernel.name, call, error_of(call, target), allowed, moved, flop)
+            )
     return competitors
 
 
@@ -227,14 +268,18 @@ def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
         if triton_unavailable("w8a8", weight.device) is None:
             calls["triton"] = _triton(layer, scheme)
         for name, call in calls.items():
-            competitors.append(Competitor(scheme, name, call, partial(_differ, call, expected), 0.0, moved))
+            competitors.append(
+                Competitor(scheme, name, call, partial(_differ, call, expected), 0.0, moved)
+            )
     return competitors
 
 
 def _wire(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (codes, scales) made by PyTorch."""
     tensors = quantize(weight, scheme).tensors
-    return tensors["weight_packed" if "weight_packed" in tensors else "weight"], tensors["weight_scale"]
+    return tensors["weight_packed" if "weight_packed" in tensors else "weight"], tensors[
+        "weight_scale"
+    ]
 
 
 def _triton(layer: Layer, scheme: str) -> Any:
@@ -248,7 +293,9 @@ def _triton(layer: Layer, scheme: str) -> Any:
 
 def _differ(call: Callable[[], Any], expected: tuple[torch.Tensor, torch.Tensor]) -> float:
     codes, scale = call()[:2]
-    same = torch.equal(codes.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(scale, expected[1])
+    same = torch.equal(codes.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(
+        scale, expected[1]
+    )
     return 0.0 if same else 1.0
 
 
@@ -268,19 +315,27 @@ class ExpertLayer:
         e, _, hidden, intermediate = shape
         sizes = {"gate_up": (e, 2 * intermediate, hidden), "down": (e, hidden, intermediate)}
         self.weights = {
-            name: (torch.randn(size, device=device) / size[2] ** 0.5).bfloat16() for name, size in sizes.items()
+            name: (torch.randn(size, device=device) / size[2] ** 0.5).bfloat16()
+            for name, size in sizes.items()
         }
         self.quantized: dict[str, dict[str, Tensors]] = {}
         for name in (name for name in arguments.scheme if name in EXPERTS_KERNELS):
             scheme = get_scheme(name, self.group_size)
-            stacks = {part: quantize_stack(weight, scheme, name=part) for part, weight in self.weights.items()}
+            stacks = {
+                part: quantize_stack(weight, scheme, name=part)
+                for part, weight in self.weights.items()
+            }
             self.quantized[name] = {part: stack.tensors for part, stack in stacks.items()}
 
     def kernels(self, scheme: str, device: torch.device) -> list[type[ExpertsKernel]]:
         """Return the kernels for the whole layer. The PyTorch reference is left out if there is a faster one."""
         group_size = self.group_size if scheme == "w4a16" else None
         kernels = BF16_KERNELS if scheme == "bf16" else EXPERTS_KERNELS[scheme]
-        able = [kernel for kernel in kernels if kernel.unavailable(scheme, device, self.shape, group_size) is None]
+        able = [
+            kernel
+            for kernel in kernels
+            if kernel.unavailable(scheme, device, self.shape, group_size) is None
+        ]
         fast = [kernel for kernel in able if kernel is not ReferenceExperts]
         return fast if fast or scheme == "bf16" else able
 
@@ -312,15 +367,25 @@ def experts(layer: ExpertLayer, tokens: int, routing: str) -> list[Competitor]:
     way = route(ids, layer.shape.experts)
     flop = 2 * tokens * layer.shape.top_k * (gate_up[0].numel() + down[0].numel())
     rows = 2 * x.nbytes
-    plain = partial(ReferenceExperts.forward, x, weights, ids, ({"weight": gate_up}, {"weight": down}))
+    plain = partial(
+        ReferenceExperts.forward, x, weights, ids, ({"weight": gate_up}, {"weight": down})
+    )
     some = ends(x), ends(weights).double(), ends(ids)
     bf16: dict[str, Tensors] = {name: {"weight": weight} for name, weight in layer.weights.items()}
     plain_exact = _exact_layer(*some, bf16, torch.Tensor.double)
-    share = float((way.ends.diff(prepend=way.ends.new_zeros(1)) > 0).float().mean())  # of experts that have rows
+    share = float(
+        (way.ends.diff(prepend=way.ends.new_zeros(1)) > 0).float().mean()
+    )  # of experts that have rows
     moved = rows + int(share * (gate_up.nbytes + down.nbytes))
-    competitors = [Competitor("bf16", "bf16", plain, error_of(plain, plain_exact), LAYER_ERROR["bf16"], moved, flop)]
+    competitors = [
+        Competitor(
+            "bf16", "bf16", plain, error_of(plain, plain_exact), LAYER_ERROR["bf16"], moved, flop
+        )
+    ]
     for scheme, parts in [("bf16", bf16), *layer.quantized.items()]:
-        moved = rows + int(share * sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values()))
+        moved = rows + int(
+            share * sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
+        )
         for kernel in layer.kernels(scheme, x.device):
             prepare = cache(partial(kernel.prepare, parts["gate_up"], parts["down"]))
 
@@ -329,7 +394,9 @@ def experts(layer: ExpertLayer, tokens: int, routing: str) -> list[Competitor]:
                 return kernel.forward(x, weights, ids, prepare())
 
             error = error_of(call, _exact_layer(*some, parts, _as_read(kernel, scheme)))
-            competitors.append(Competitor(scheme, kernel.name, call, error, LAYER_ERROR[scheme], moved, flop))
+            competitors.append(
+                Competitor(scheme, kernel.name, call, error, LAYER_ERROR[scheme], moved, flop)
+            )
     return competitors
 
 
@@ -348,7 +415,11 @@ def _exact_stack(tensors: Tensors) -> torch.Tensor:
 
 
 def _exact_layer(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, parts: Mapping[str, Tensors], rounded: Rounded
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    parts: Mapping[str, Tensors],
+    rounded: Rounded,
 ) -> torch.Tensor:
     """Compute the layer in float64 for a few tokens, rounding to BF16 between the two products."""
     inputs = rounded(x)
@@ -356,7 +427,10 @@ def _exact_layer(
     for expert in ids.unique().tolist():
         token, place = (ids == expert).nonzero(as_tuple=True)
         # One expert at a time, because all experts of a large layer would take gigabytes in float64.
-        gate_up, down = ({n: t[expert : expert + 1] for n, t in parts[part].items()} for part in ("gate_up", "down"))
+        gate_up, down = (
+            {n: t[expert : expert + 1] for n, t in parts[part].items()}
+            for part in ("gate_up", "down")
+        )
         gate, up = (inputs[token] @ _exact_stack(gate_up)[0].double().t()).bfloat16().chunk(2, 1)
         y = rounded(silu_mul(gate, up)) @ _exact_stack(down)[0].double().t()
         out.index_add_(0, token, y * weights[token, place, None])
@@ -370,11 +444,20 @@ def groups(arguments: Arguments, device: torch.device) -> Iterator[Group]:
         layer = Layer((torch.randn(n, k, device=device) / k**0.5).bfloat16(), arguments)
         for operation in operations:
             for rows in (0,) if operation == "quantize" else arguments.m:
-                keys = {"operation": operation, "model": model, "layer": name, "n": n, "k": k, "m": rows}
+                keys = {
+                    "operation": operation,
+                    "model": model,
+                    "layer": name,
+                    "n": n,
+                    "k": k,
+                    "m": rows,
+                }
                 yield Group(keys, BUILDERS[operation](layer, rows))
     for model, numbers in arguments.expert_layers():
         of_experts = ExpertLayer(ExpertsShape(*numbers), arguments, device)
         hidden = of_experts.shape.hidden
         for tokens, routing in product(arguments.m, ROUTINGS):
             keys = {"operation": "experts", "model": model, "layer": f"experts_layer, {routing}"}
-            yield Group(keys | {"n": hidden, "k": hidden, "m": tokens}, experts(of_experts, tokens, routing))
+            yield Group(
+                keys | {"n": hidden, "k": hidden, "m": tokens}, experts(of_experts, tokens, routing)
+            )

@@ -70,7 +70,9 @@ class Arguments:
     model: Annotated[tuple[str, ...], Commas] = ()
     layer: Annotated[tuple[Literal[*LINEARS], ...], Commas] = ()  # type: ignore[valid-type]  # not written out
     shape: Annotated[str, Field(pattern=r"^[1-9]\d*x[1-9]\d*$")] | None = None
-    experts: Annotated[tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] | None, Commas] = None
+    experts: Annotated[tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] | None, Commas] = (
+        None
+    )
     m: Annotated[tuple[PositiveInt, ...], Commas] = ()
     scheme: Annotated[tuple[Literal[*LOW_BIT], ...], Commas] = LOW_BIT  # type: ignore[valid-type]  # as above
     operation: Annotated[tuple[Literal[*OPERATIONS], ...], Commas] = OPERATIONS  # type: ignore[valid-type]  # as above
@@ -90,8 +92,12 @@ class Arguments:
         if on_cpu:
             defaults |= {"seconds": 3, "rounds": 3}
         if not named & {"model", "shape", "experts"}:
-            defaults |= {"model": "Qwen3-0.6B", "layer": "gate_up"} if on_cpu else {"model": GPU_MODELS}
-        arguments = read_request(cls, words, example="qarl bench kernels model=Qwen3-8B m=1,4096", **defaults)
+            defaults |= (
+                {"model": "Qwen3-0.6B", "layer": "gate_up"} if on_cpu else {"model": GPU_MODELS}
+            )
+        arguments = read_request(
+            cls, words, example="qarl bench kernels model=Qwen3-8B m=1,4096", **defaults
+        )
         if not arguments.layers() and not arguments.expert_layers():
             fix = "name layers that the models have"
             raise UserError("there is no layer to measure", where="model, layer", fix=fix)
@@ -113,7 +119,11 @@ class Arguments:
             return []
         if self.experts:
             return [("custom", self.experts)]
-        sizes = {} if self.layer else {source.name: source.size for source in map(find_model, self.model)}
+        sizes = (
+            {}
+            if self.layer
+            else {source.name: source.size for source in map(find_model, self.model)}
+        )
         return [(name, (size.experts, size.experts_per_token, size.hidden, size.moe_intermediate))
                 for name, size in sizes.items() if size.experts]  # fmt: skip
 
@@ -133,7 +143,11 @@ def run(arguments: Arguments) -> int:
     tops = ceilings(device)
     print(f"{report.device_name(device)}: copy {tops['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
           f"BF16 product {tops['bf16_flop_per_s'] / 1e12:.1f} TFLOP/s")  # fmt: skip
-    document = report.facts(device) | {"benchmark": "kernels", "arguments": as_json(arguments), "ceilings": tops}
+    document = report.facts(device) | {
+        "benchmark": "kernels",
+        "arguments": as_json(arguments),
+        "ceilings": tops,
+    }
     document |= {"results": [], "not_measured": {}}
     with torch.no_grad():
         for group in groups(arguments, device):
@@ -150,20 +164,34 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """Return the results of competitors with correct numbers. For the others, write the reason to `document`."""
     wrong = {competitor.name: competitor.wrong() for competitor in group.competitors}
-    document["not_measured"] |= {f"{group.place}: {name}": why for name, why in wrong.items() if why}
-    good = {competitor.name: competitor for competitor in group.competitors if wrong[competitor.name] is None}
+    document["not_measured"] |= {
+        f"{group.place}: {name}": why for name, why in wrong.items() if why
+    }
+    good = {
+        competitor.name: competitor
+        for competitor in group.competitors
+        if wrong[competitor.name] is None
+    }
     calls = {name: competitor.call for name, competitor in good.items()}
-    times = measure(calls, device, seconds=arguments.seconds, rounds=arguments.rounds) if calls else {}
-    results = {name: group.keys | _entry(good[name], times[name], document["ceilings"]) for name in good}
+    times = (
+        measure(calls, device, seconds=arguments.seconds, rounds=arguments.rounds) if calls else {}
+    )
+    results = {
+        name: group.keys | _entry(good[name], times[name], document["ceilings"]) for name in good
+    }
     for name, entry in results.items():
-        base = next((base for base in ("bf16 bf16", f"{entry['scheme']} pytorch") if base in results), None)
+        base = next(
+            (base for base in ("bf16 bf16", f"{entry['scheme']} pytorch") if base in results), None
+        )
         entry["baseline"] = base
         entry["speedup"] = times[base]["median"] / times[name]["median"] if base else None
         print(report.kernel_line(group.place, entry))
     return list(results.values())
 
 
-def _entry(competitor: Competitor, times: dict[str, float], tops: dict[str, float]) -> dict[str, Any]:
+def _entry(
+    competitor: Competitor, times: dict[str, float], tops: dict[str, float]
+) -> dict[str, Any]:
     flop_per_s = competitor.flop / times["median"]
     bytes_per_s = competitor.bytes_moved / times["median"]
     return {
@@ -193,7 +221,9 @@ def measure(
         for name, call in calls.items():
             taken[name].append(seconds_of(call))
         done += 1
-    return {name: report.summary([values]) | {"calls": len(values)} for name, values in taken.items()}
+    return {
+        name: report.summary([values]) | {"calls": len(values)} for name, values in taken.items()
+    }
 
 
 def _seconds_on_cpu(call: Callable[[], object]) -> float:
@@ -230,7 +260,10 @@ def ceilings(device: torch.device) -> dict[str, float]:
     source = torch.ones(size, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
-    calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source), "product": lambda: a @ b}
+    calls: dict[str, Callable[[], object]] = {
+        "copy": lambda: target.copy_(source),
+        "product": lambda: a @ b,
+    }
     times = measure(calls, device, seconds=1.0 if on_gpu else 0.5, rounds=10)
     return {
         "copy_bytes_per_s": 2 * size / times["copy"]["median"],

@@ -86,9 +86,20 @@ def measure(arguments: Arguments, case: Case, folder: str) -> Answer:
     check_linears(bench.policy, bench.engine)
     rounds = [bench.round() for _ in range(arguments.rounds)]
     kernels = sorted({layer.kernel.name for layer in low_bit_layers(bench.policy.model).values()})
-    on_gpu = torch.cuda.is_available()  # PyTorch's memory, including vLLM's; on a CPU resident memory
-    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"rounds": rounds, "peak_bytes": peak, "level_applied": bench.policy.align, "kernels": kernels}
+    on_gpu = (
+        torch.cuda.is_available()
+    )  # PyTorch's memory, including vLLM's; on a CPU resident memory
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if on_gpu
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
+    return {
+        "rounds": rounds,
+        "peak_bytes": peak,
+        "level_applied": bench.policy.align,
+        "kernels": kernels,
+    }
 
 
 def _reason(error: Exception) -> str:
@@ -125,7 +136,11 @@ class StepBench:
         """Return the seconds of a step's prefill, measured by generating only one token per response."""
         trainer = self.trainer
         rollout = self.trainer.config.rollout
-        prompts = [prompt.prompt_token_ids for prompt in trainer.parts.train_prompts for _ in range(rollout.n)]
+        prompts = [
+            prompt.prompt_token_ids
+            for prompt in trainer.parts.train_prompts
+            for _ in range(rollout.n)
+        ]
         trainer.engine.reset_prefix_cache()
         start = time.perf_counter()
         trainer.generate(prompts, SamplingConfig(1, rollout.temperature), list(range(len(prompts))))
@@ -174,7 +189,9 @@ class PublishBench:
                 report = self.engine.publish(tensors, version=self.version)
         self.version += 1
         metrics = report.metrics(quantizing)
-        return _phases(self.timer) | {f"publish.{part}": metrics[f"publish/{part}_s"] for part in PUBLISH_PARTS}
+        return _phases(self.timer) | {
+            f"publish.{part}": metrics[f"publish/{part}_s"] for part in PUBLISH_PARTS
+        }
 
     def round(self) -> Phases:
         move_weights(self.policy, self.version)
@@ -202,34 +219,46 @@ BENCHES: dict[str, type[StepBench | TrainerBench | PublishBench]] = {
 def check_linears(policy: Policy, engine: RolloutEngine | None) -> None:
     """Raise WrongNumbers for the first linear whose error is too large."""
     if any(layer.kernel.name == "reference" for layer in low_bit_layers(policy.model).values()):
-        raise WrongNumbers("the trainer's linears run the reference kernel, because no fast kernel can serve here")
+        raise WrongNumbers(
+            "the trainer's linears run the reference kernel, because no fast kernel can serve here"
+        )
     theirs = {} if engine is None else dict(engine.model().named_modules())
     ours: dict[str, Any] = dict(policy.model.named_modules())
     for name in ours:
         block, _, leaf = name.rpartition(".")
         for fused, parts in PARTS.items():
             if leaf == parts[0]:
-                linears: dict[str, nn.Linear] = {f"{block}.{part}": ours[f"{block}.{part}"] for part in parts}
+                linears: dict[str, nn.Linear] = {
+                    f"{block}.{part}": ours[f"{block}.{part}"] for part in parts
+                }
                 wrapped = f"{block}.{fused}.base_layer"  # in vLLM's linear with adapters
-                engines = theirs[wrapped if wrapped in theirs else f"{block}.{fused}"] if theirs else None
+                engines = (
+                    theirs[wrapped if wrapped in theirs else f"{block}.{fused}"] if theirs else None
+                )
                 _compare(linears, policy.scheme, engines, policy.device)
 
 
-def _compare(linears: dict[str, nn.Linear], scheme: Scheme, engines: nn.Module | None, device: torch.device) -> None:
+def _compare(
+    linears: dict[str, nn.Linear], scheme: Scheme, engines: nn.Module | None, device: torch.device
+) -> None:
     first = next(iter(linears.values()))
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(ROWS, first.in_features, generator=generator, device=device).bfloat16()
     expected = {name: reference(linear, scheme, x) for name, linear in linears.items()}
     allowed = ALLOWED_FP8 if scheme.name == "fp8" else ALLOWED
     low_bit = {name: layer for name, layer in linears.items() if isinstance(layer, QuantLinear)}
-    outputs = [(name, "the trainer", QuantLinear.forward(layer, x)) for name, layer in low_bit.items()]
+    outputs = [
+        (name, "the trainer", QuantLinear.forward(layer, x)) for name, layer in low_bit.items()
+    ]
     if engines is not None:
         parts = engines(x)[0].split([true.shape[1] for true in expected.values()], -1)
         outputs += [(name, "the engine", y) for name, y in zip(linears, parts, strict=True)]
     for name, who, y in outputs:
         error = float((y.float() - expected[name].float()).norm() / expected[name].float().norm())
         if not error <= allowed:  # true for NaN, too
-            raise WrongNumbers(f"{name}: {who} differs from the reference by {error:.1e}; {allowed:.1e} is allowed")
+            raise WrongNumbers(
+                f"{name}: {who} differs from the reference by {error:.1e}; {allowed:.1e} is allowed"
+            )
 
 
 def reference(linear: nn.Linear, scheme: Scheme, x: torch.Tensor) -> torch.Tensor:
@@ -259,8 +288,13 @@ def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
         *(folder, arguments, scheme, level),
         data={"max_response_length": arguments.response_length},
         rollout={"max_num_seqs": max(256, arguments.sequences), "cpu_kvcache_space_gib": kv_cache},
-        actor={f"{name}_micro_batch_size_per_gpu": arguments.micro_batch_size for name in ("ppo", "log_prob")},
-        quant={"mismatch_limit": 5.0},  # random weights differ by more than those of a trained model
+        actor={
+            f"{name}_micro_batch_size_per_gpu": arguments.micro_batch_size
+            for name in ("ppo", "log_prob")
+        },
+        quant={
+            "mismatch_limit": 5.0
+        },  # random weights differ by more than those of a trained model
         optim={"lr": 1e-6},
         lora={"r": case.lora_r},
     )
@@ -272,7 +306,9 @@ def random_tokens(vocabulary: int, rows: int, length: int, seed: int = 0) -> lis
     return [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(rows)]
 
 
-def random_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
+def random_reward(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> float:
     """Return 0 or 1, depending on the response's text. With random weights any reward is arbitrary."""
     return float(zlib.crc32(solution_str.encode()) & 1)
 
@@ -301,7 +337,11 @@ def make_trainer(arguments: Arguments, case: Case, folder: str, *, engine: bool)
 def random_batch(trainer: LocalTrainer) -> Batch:
     """Return a step's sequences with random responses. `rollout_log_probs` are zero."""
     config = trainer.config
-    prompts = [prompt.prompt_token_ids for prompt in trainer.parts.train_prompts for _ in range(config.rollout.n)]
+    prompts = [
+        prompt.prompt_token_ids
+        for prompt in trainer.parts.train_prompts
+        for _ in range(config.rollout.n)
+    ]
     length = config.data.max_response_length
     responses = random_tokens(trainer.policy.model.config.vocab_size, len(prompts), length, seed=1)
     zeros = [[0.0] * length for _ in prompts]

@@ -20,7 +20,13 @@ from qarl.errors import UserError
 
 MODELS = Path(__file__).resolve().parent / "models"
 SPECIAL = {0: "<unknown>", 1: "<end>", 2: "<padding>"}
-LINEARS = {"q": "q_proj", "kv": "k_proj", "o": "o_proj", "gate_up": "gate_proj", "down": "down_proj"}
+LINEARS = {
+    "q": "q_proj",
+    "kv": "k_proj",
+    "o": "o_proj",
+    "gate_up": "gate_proj",
+    "down": "down_proj",
+}
 """Name in the benchmark -> module of a decoder layer."""
 
 
@@ -42,9 +48,15 @@ def find_model(name: str) -> Source:
     folder = Path(name)
     if folder.is_dir() or "/" in name:
         if not (folder / "config.json").is_file():
-            raise UserError(f"{name!r} has no config.json", where="model", fix="give a model folder, or a known name")
+            raise UserError(
+                f"{name!r} has no config.json",
+                where="model",
+                fix="give a model folder, or a known name",
+            )
         return Source(folder.name, json.loads((folder / "config.json").read_text()), folder)
-    names = {path.parent.name.lower(): path.parent.name for path in sorted(MODELS.glob("*/config.json"))}
+    names = {
+        path.parent.name.lower(): path.parent.name for path in sorted(MODELS.glob("*/config.json"))
+    }
     name = names[one_of(name.lower(), names, "model")]
     return Source(name, json.loads((MODELS / name / "config.json").read_text()))
 
@@ -53,7 +65,9 @@ def linear_shapes(source: Source) -> dict[str, tuple[int, int]]:
     """Return name -> [N, K] of a decoder layer's dense weights, not fused, as in the trainer.
     Each shape is listed once. In a mixture of experts only the weights of attention are dense."""
     block = source.size.block_linears(0)
-    by_leaf = {name.rpartition(".")[2]: shape for name, shape in block.items() if ".experts." not in name}
+    by_leaf = {
+        name.rpartition(".")[2]: shape for name, shape in block.items() if ".experts." not in name
+    }
     shapes = {name: by_leaf[leaf] for name, leaf in LINEARS.items() if leaf in by_leaf}
     first = {shape: name for name, shape in reversed(shapes.items())}
     return {name: shape for name, shape in shapes.items() if first[shape] == name}
@@ -65,14 +79,20 @@ def default_group_size(size: ModelSize) -> int:
     return next((group for group in (128, 64, 32) if all(k % group == 0 for k in inputs)), 128)
 
 
-def run_config(path: str, work: Any, scheme: str, level: str, *, backend: str = "local", **more: Any) -> Config:
+def run_config(
+    path: str, work: Any, scheme: str, level: str, *, backend: str = "local", **more: Any
+) -> Config:
     """Return the config of a run with the numbers of `work`, a benchmark's arguments. Its data files are never read.
 
     `path`: the model's folder or name. `more`: other keys by section."""
     group_size = default_group_size(find_model(work.model).size)
     values: dict[str, Any] = {
         "model": {"path": path},
-        "data": {"train_files": ["x"], "train_batch_size": work.prompts, "max_prompt_length": work.prompt_length},
+        "data": {
+            "train_files": ["x"],
+            "train_batch_size": work.prompts,
+            "max_prompt_length": work.prompt_length,
+        },
         "rollout": {"n": work.n, "gpu_memory_utilization": work.gpu_memory_utilization},
         "quant": {"scheme": scheme, "align": level, "group_size": group_size},
         "actor": {"ppo_mini_batch_size": work.prompts // work.mini_batches},
@@ -99,7 +119,9 @@ def write_model(source: Source, layers: int, folder: Path, *, eos: int | None = 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if source.folder is None:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, trust_remote_code=False
+        )
         tokenizer = _numbered_tokens(config.vocab_size, eos)
     else:
         model = AutoModelForCausalLM.from_pretrained(
@@ -119,7 +141,9 @@ def _numbered_tokens(vocab_size: int, eos: int | None) -> Any:
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = {f"t{i}": i for i in range(vocab_size) if i not in SPECIAL} | {word: i for i, word in SPECIAL.items()}
+    words = {f"t{i}": i for i in range(vocab_size) if i not in SPECIAL} | {
+        word: i for i, word in SPECIAL.items()
+    }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(

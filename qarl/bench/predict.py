@@ -22,7 +22,12 @@ from qarl.checks.model_size import ModelSize
 from qarl.errors import UserError
 
 KEYS = Work
-ERROR = {"rollout": (0.18, 0.53), "old_log_prob": (0.54, 0.80), "update": (0.51, 0.71), "step": (0.33, 0.62)}
+ERROR = {
+    "rollout": (0.18, 0.53),
+    "old_log_prob": (0.54, 0.80),
+    "update": (0.51, 0.71),
+    "step": (0.33, 0.62),
+}
 """Minimum and maximum of predicted / measured seconds, for `benchmarks/results/steps_cpu.json` (SmolLM2-135M, 11 pairs
 of scheme and level) at the rates in `kernels_cpu.json`."""
 
@@ -37,7 +42,9 @@ def run(work: Work) -> int:
     what += f" {mean} tokens (at most {longest}) to prompts of {work.prompt_length}. Rates of one device:"
     print("\n  ".join([what, *rates.said]), table(rows), terms_table(rows), footer(), sep="\n\n")
     if work.json:
-        work.json.write_text(json.dumps({"rates": rates.said, "results": rows}, indent=1) + "\n", encoding="utf-8")
+        work.json.write_text(
+            json.dumps({"rates": rates.said, "results": rows}, indent=1) + "\n", encoding="utf-8"
+        )
     return 0
 
 
@@ -48,7 +55,9 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
     source = find_model(work.model)
     size = source.size
     group_size = default_group_size(source.size)
-    levels = ("linears",) if work.lora_r else ("off", "linears")  # adapters have no BF16 base for level `off`
+    levels = (
+        ("linears",) if work.lora_r else ("off", "linears")
+    )  # adapters have no BF16 base for level `off`
     cases = [(s, level) for s in work.schemes for level in (("off",) if s == "bf16" else levels)]
     rows = []
     for scheme, level in cases:
@@ -57,7 +66,9 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
         if room < work.prompt_length + work.response_length[-1]:
             raise UserError(f"an engine with {scheme} weights has room for {room:.0f} tokens, too few for a sequence",
                             where="tensor_parallel, gpu_memory_utilization", fix="raise one of these keys")  # fmt: skip
-        seconds, gathered, published = roofline.Roofline(size, rates, work, scheme, level, group_size, room).step()
+        seconds, gathered, published = roofline.Roofline(
+            size, rates, work, scheme, level, group_size, room
+        ).step()
         rows.append({"scheme": scheme, "level": level, "seconds": seconds, "phases": by_phase(seconds),
                      "step": sum(seconds.values()),
                      "gathered_bytes": gathered, "published_bytes": published,
@@ -70,7 +81,9 @@ def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str) -
     """Return the doctor's memory estimate: for one GPU, or on a CPU for the process."""
     on_gpu = bool(rates.memory_bytes)
     nodes = -(-work.gpus // roofline.GPUS_PER_NODE)
-    micro: dict[str, Any] = {f"{name}_micro_batch_size_per_gpu": work.micro_batch for name in ("ppo", "log_prob")}
+    micro: dict[str, Any] = {
+        f"{name}_micro_batch_size_per_gpu": work.micro_batch for name in ("ppo", "log_prob")
+    }
     if work.micro_tokens is not None:
         micro = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": work.micro_tokens}
     config = run_config(
@@ -84,13 +97,24 @@ def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str) -
         actor=micro,
         trainer={"nnodes": nodes, "n_gpus_per_node": work.gpus // nodes},
     )
-    return estimate(size, config, device="cuda" if on_gpu else "cpu", gpu_memory_bytes=rates.memory_bytes)
+    return estimate(
+        size, config, device="cuda" if on_gpu else "cpu", gpu_memory_bytes=rates.memory_bytes
+    )
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table: seconds of each phase, bytes, and memory of one GPU."""
     phases = rows[0]["phases"]
-    heads = ["scheme", "level", *phases, "step, s", "x bf16", "gathered, GB", "published, GB", "memory, GiB (phase)"]
+    heads = [
+        "scheme",
+        "level",
+        *phases,
+        "step, s",
+        "x bf16",
+        "gathered, GB",
+        "published, GB",
+        "memory, GiB (phase)",
+    ]
     base = rows[0]["step"] if rows[0]["scheme"] == "bf16" else None
     lines = []
     for row in rows:

@@ -53,8 +53,12 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 def head(document: Mapping[str, Any]) -> str:
     """Return the facts in one line."""
-    packages = ", ".join(f"{name} {document['versions'][name]}" for name in SHOWN if name in document["versions"])
-    return f"{document['device']}, {packages}, commit {document['commit']}, {document['date'][:10]}."
+    packages = ", ".join(
+        f"{name} {document['versions'][name]}" for name in SHOWN if name in document["versions"]
+    )
+    return (
+        f"{document['device']}, {packages}, commit {document['commit']}, {document['date'][:10]}."
+    )
 
 
 def device_name(device: torch.device) -> str:
@@ -88,7 +92,9 @@ def kernel_line(place: str, entry: Result) -> str:
 
 def units(samples: Samples) -> list[float]:
     """Return the median of each launch's rounds. For a single launch return its rounds."""
-    return list(samples[0]) if len(samples) == 1 else [statistics.median(rounds) for rounds in samples]
+    return (
+        list(samples[0]) if len(samples) == 1 else [statistics.median(rounds) for rounds in samples]
+    )
 
 
 def summary(samples: Samples) -> dict[str, float]:
@@ -122,8 +128,16 @@ def _head(document: Document) -> str:
         done += f", {work['mini_batches']} {batches} of micro-batches of {work['micro_batch_size']}"
     depth = model["layers"][-1]
     whole = model["num_hidden_layers"]
-    cut = "" if depth == whole else f" (the whole model has {whole}, but the others were not measured)"
-    taken = [len(value["samples"]) for result in document["results"] for value in result["phases"].values()]
+    cut = (
+        ""
+        if depth == whole
+        else f" (the whole model has {whole}, but the others were not measured)"
+    )
+    taken = [
+        len(value["samples"])
+        for result in document["results"]
+        for value in result["phases"].values()
+    ]
     launches = max(taken, default=document["arguments"]["launches"])
     over = f"{launches} launches" if launches > 1 else "the rounds of one launch"
     return (
@@ -140,7 +154,9 @@ def _seconds(document: Document) -> str:
 
     def row(result: Result) -> Iterable[str]:
         taken = result["phases"]
-        yield from (seconds(summary(taken[phase]["samples"])) if phase in taken else "" for phase in phases)
+        yield from (
+            seconds(summary(taken[phase]["samples"])) if phase in taken else "" for phase in phases
+        )
         if share:
             part = ratio(taken["publish"]["samples"], taken["step"]["samples"])
             yield f"{part['median']:.1%}"
@@ -153,7 +169,10 @@ def _ratios(document: Document) -> str:
     that of adapters over all weights."""
     phases = RATIOS[document["kind"]]
     level = document["kind"] != "publish"
-    cases = {(result["scheme"], result["level"], result.get("lora_r", 0)): result for result in document["results"]}
+    cases = {
+        (result["scheme"], result["level"], result.get("lora_r", 0)): result
+        for result in document["results"]
+    }
     adapters = any(rank for *_, rank in cases)
     head = [*_label_titles(document), *phases, *(["step / `off`"] if level else [])]
     head += ["update / all weights", "step / all weights"] if adapters else []
@@ -175,7 +194,9 @@ def _ratio(base: Result | None, other: Result | None, phase: str) -> str:
         return ""
     both = ratio(base["phases"][phase]["samples"], other["phases"][phase]["samples"])
     figures = f"{both['median']:.2f} ({both['minimum']:.2f}-{both['maximum']:.2f})"
-    return "skipped" if phase == "old_log_prob" and both["median"] > 100 else figures  # actor.old_log_probs=auto
+    return (
+        "skipped" if phase == "old_log_prob" and both["median"] > 100 else figures
+    )  # actor.old_log_probs=auto
 
 
 def _throughput(document: Document) -> str:
@@ -188,14 +209,22 @@ def _throughput(document: Document) -> str:
         lengths = {"prefill": work["prompt_length"], "decode": work["response_length"] - 1}
         for phase, tokens in lengths.items() if rates else ():
             yield f"{work['sequences'] * tokens / summary(result['phases'][phase]['samples'])['median']:.0f}"
-        yield f"{result['peak_bytes']['step'] / 2**30:.2f}" if result["peak_bytes"].get("step") else ""
+        yield (
+            f"{result['peak_bytes']['step'] / 2**30:.2f}"
+            if result["peak_bytes"].get("step")
+            else ""
+        )
 
     return _table(document, [*_label_titles(document), *titles, "peak memory, GiB"], row)
 
 
 def _label_titles(document: Document) -> list[str]:
     adapters = any(result.get("lora_r") for result in document["results"])
-    return ["scheme"] if document["kind"] == "publish" else ["scheme", "level", *(["r"] if adapters else [])]
+    return (
+        ["scheme"]
+        if document["kind"] == "publish"
+        else ["scheme", "level", *(["r"] if adapters else [])]
+    )
 
 
 def _labels(document: Document, result: Result) -> list[str]:
@@ -207,12 +236,18 @@ def _labels(document: Document, result: Result) -> list[str]:
 
 
 def _table(document: Document, head: Sequence[str], row: Callable[[Result], Iterable[str]]) -> str:
-    return markdown_table(head, [[*_labels(document, result), *row(result)] for result in document["results"]])
+    return markdown_table(
+        head, [[*_labels(document, result), *row(result)] for result in document["results"]]
+    )
 
 
 def seconds(value: Mapping[str, float]) -> str:
     """Format as `1.23 (1.2-1.31)`, or `0` if it took no time."""
-    return f"{value['median']:.3g} ({value['minimum']:.3g}-{value['maximum']:.3g})" if value["maximum"] else "0"
+    return (
+        f"{value['median']:.3g} ({value['minimum']:.3g}-{value['maximum']:.3g})"
+        if value["maximum"]
+        else "0"
+    )
 
 
 def kernel_tables(document: Mapping[str, Any]) -> str:
@@ -238,7 +273,10 @@ def _kernel_table(entries: Sequence[Result]) -> str:
     by_name = dict[str, dict[int, Result]]()
     for entry in entries:
         by_name.setdefault(f"{entry['scheme']} {entry['kernel']}", {})[entry["m"]] = entry
-    rows = [[name.removeprefix("bf16 "), *(_cell(by_name, name, m) for m in columns)] for name in by_name]
+    rows = [
+        [name.removeprefix("bf16 "), *(_cell(by_name, name, m) for m in columns)]
+        for name in by_name
+    ]
     return markdown_table(["kernel", *(f"M={m}" if m else "time" for m in columns)], rows)
 
 

@@ -34,7 +34,10 @@ OPTIMIZER_BYTES, PUBLISH_PASSES, MOST_SEQUENCES, GPUS_PER_NODE = 38, 4, 256, 8
 """In order: bytes that an AdamW step moves per parameter (FP32 gradient, moments and master, BF16 weight); passes over
 the published bytes; vLLM's max_num_seqs; number of GPUs in a node."""
 NEWTON_SCHULZ_STEPS = 5
-BLOCK = {False: ((84, 20, 0, 8, 10), (204, 28, 0, 8, 18)), True: ((84, 56, 24, 8, 10), (204, 120, 40, 8, 18))}
+BLOCK = {
+    False: ((84, 20, 0, 8, 10), (204, 28, 0, 8, 18)),
+    True: ((84, 56, 24, 8, 10), (204, 120, 40, 8, 18)),
+}
 """Whether queries and keys are normed -> bytes that a layer's norms, rotary embedding, residuals and SwiGLU move in a
 forward and in a backward: for each token and hidden element, element of queries and keys, head, element of a head, and
 element of a dense MLP."""
@@ -80,14 +83,23 @@ TERMS: dict[str, tuple[str, str]] = {
     "small_kernels": ("rollout", "a decode step's other kernels (estimate)"),
     "all_reduce": ("rollout", "an engine's all-reduces (estimate)"),
     "sampler": ("rollout", "sampler and log-probs of a decode step (estimate)"),
-    "engine": ("rollout", "the engine's host, as far as a decode step takes longer than the device (estimate)"),
+    "engine": (
+        "rollout",
+        "the engine's host, as far as a decode step takes longer than the device (estimate)",
+    ),
     "tail": ("rollout", "the longest response alone, from the mean length to its end"),
     "old_log_prob": ("old_log_prob", "products and attention"),
-    "old_log_prob_elementwise": ("old_log_prob", "bytes beyond those of products (counted; of logits, estimate)"),
+    "old_log_prob_elementwise": (
+        "old_log_prob",
+        "bytes beyond those of products (counted; of logits, estimate)",
+    ),
     "forward": ("update", "products and attention"),
     "backward": ("update", "products and attention; on GPUs also the layers' forward again"),
     "update_elementwise": ("update", "bytes beyond those of products, as above"),
-    "communication": ("update", "gathers and reduce-scatter, as far as they take longer than the passes"),
+    "communication": (
+        "update",
+        "gathers and reduce-scatter, as far as they take longer than the passes",
+    ),
     "optimizer": ("optimizer", "Muon or AdamW on this rank's share (Muon counted)"),
     "quantize": ("optimizer", "this rank's share into low bits"),
     "publish": ("publish", "passes over the published bytes, and a gather"),
@@ -99,7 +111,9 @@ PHASES = ("rollout", "old_log_prob", "update", "optimizer", "publish", "other")
 
 def by_phase(seconds: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each phase."""
-    return {phase: sum(s for term, s in seconds.items() if TERMS[term][0] == phase) for phase in PHASES}
+    return {
+        phase: sum(s for term, s in seconds.items() if TERMS[term][0] == phase) for phase in PHASES
+    }
 
 
 @dataclass(frozen=True)
@@ -117,19 +131,31 @@ class Rates:
 
     def flop_per_s(self, scheme: str, rows: float) -> float:
         """Return the rate of the point in `product` whose number of rows is nearest to `rows`."""
-        return min(self.product[scheme], key=lambda point: abs(math.log(point[0] / max(rows, 1))))[1]
+        return min(self.product[scheme], key=lambda point: abs(math.log(point[0] / max(rows, 1))))[
+            1
+        ]
 
 
 def assumed_rates(gpu: str) -> Rates:
     """Return the rates of NVIDIA's data sheet for `gpu`, multiplied by the shares `EFFICIENCY`, `MEMORY` and `LINK`."""
     bf16, int8, fp8, memory, size, nvlink, network = SHEETS[gpu]
     peaks = {"bf16": bf16, "w4a16": bf16, "w8a8": int8, "fp8": fp8}
-    product: Curves = {scheme: ((1.0, EFFICIENCY[scheme] * peak),) for scheme, peak in peaks.items()}
+    product: Curves = {
+        scheme: ((1.0, EFFICIENCY[scheme] * peak),) for scheme, peak in peaks.items()
+    }
     said = [f"{s} product {EFFICIENCY[s] * peak / 1e12:.0f} TFLOP/s (assumed: {EFFICIENCY[s]} of the data sheet's "
             f"{peak / 1e12:.0f})" for s, peak in peaks.items()]  # fmt: skip
-    for name, share, rate in (("memory", MEMORY, memory), ("NVLink", LINK, nvlink), ("network", LINK, network)):
-        said.append(f"{name} {share * rate / 1e9:.0f} GB/s (assumed: {share} of the data sheet's {rate / 1e9:.0f})")
-    return Rates(gpu.upper(), product, MEMORY * memory, tuple(said), size, LINK * nvlink, LINK * network)
+    for name, share, rate in (
+        ("memory", MEMORY, memory),
+        ("NVLink", LINK, nvlink),
+        ("network", LINK, network),
+    ):
+        said.append(
+            f"{name} {share * rate / 1e9:.0f} GB/s (assumed: {share} of the data sheet's {rate / 1e9:.0f})"
+        )
+    return Rates(
+        gpu.upper(), product, MEMORY * memory, tuple(said), size, LINK * nvlink, LINK * network
+    )
 
 
 def measured_rates(path: Path) -> Rates:
@@ -142,12 +168,26 @@ def measured_rates(path: Path) -> Rates:
         product = Curves()
         said = [f"memory {memory / 1e9:.1f} GB/s (measured: a copy)"]
         for scheme in EFFICIENCY:
-            kernel = next((e["kernel"] for e in results if e["scheme"] == scheme and e["kernel"] != "reference"), None)
+            kernel = next(
+                (
+                    e["kernel"]
+                    for e in results
+                    if e["scheme"] == scheme and e["kernel"] != "reference"
+                ),
+                None,
+            )
             mine = [e for e in results if (e["scheme"], e["kernel"]) == (scheme, kernel)]
-            points = tuple((float(e["m"]), 2.0 * e["m"] * e["n"] * e["k"] / e["seconds"]["median"]) for e in mine)
+            points = tuple(
+                (float(e["m"]), 2.0 * e["m"] * e["n"] * e["k"] / e["seconds"]["median"])
+                for e in mine
+            )
             product[scheme] = points or product["bf16"]
             best = max(rate for _, rate in product[scheme]) / 1e12
-            why = f"measured: {kernel}" if points else "assumed: the same as bf16, since it was not measured"
+            why = (
+                f"measured: {kernel}"
+                if points
+                else "assumed: the same as bf16, since it was not measured"
+            )
             said.append(f"{scheme} product up to {best:.2f} TFLOP/s ({why})")
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = "the file is not from qarl.bench kernels, or has no BF16 linear product"
@@ -194,7 +234,9 @@ class Work:
     @classmethod
     def parse(cls, part: str, words: Sequence[str]) -> Work:
         measured = any(argument.startswith("rates=") for argument in words)
-        defaults: dict[str, Any] = {"gpus": 1, "mini_batches": 1} if measured else {"optimizer": "muon"}
+        defaults: dict[str, Any] = (
+            {"gpus": 1, "mini_batches": 1} if measured else {"optimizer": "muon"}
+        )
         return read_request(cls, words, example="qarl bench plan model=Qwen3-8B", **defaults)
 
     @property
@@ -214,7 +256,14 @@ class Roofline:
     """The time of a step for one model, scheme and level on one kind of device."""
 
     def __init__(
-        self, size: ModelSize, rates: Rates, work: Work, scheme: str, level: str, group_size: int, kv_tokens: float
+        self,
+        size: ModelSize,
+        rates: Rates,
+        work: Work,
+        scheme: str,
+        level: str,
+        group_size: int,
+        kv_tokens: float,
     ) -> None:
         # `kv_tokens`: how many tokens fit in an engine's KV cache.
         self.size = size
@@ -227,12 +276,21 @@ class Roofline:
         self.on_gpu = work.rates is None
         self.engines = work.gpus // work.tensor_parallel
         self.sequences = -(-work.prompts * work.n // self.engines)
-        self.length = work.prompt_length + work.response_length[0] / 2  # of a sequence on average, while it is decoded
+        self.length = (
+            work.prompt_length + work.response_length[0] / 2
+        )  # of a sequence on average, while it is decoded
         linears = size.linears()
-        self.expert_weights = float(sum(n * k for name, (n, k) in linears.items() if ".experts." in name))
+        self.expert_weights = float(
+            sum(n * k for name, (n, k) in linears.items() if ".experts." in name)
+        )
         self.weights = float(sum(n * k for n, k in linears.values()))
-        self.adapters = work.lora_r * sum(n + k for name, (n, k) in linears.items() if ".experts." not in name)
-        self.wire = {s: float(sum(wire_bytes(s, group_size, shape) for shape in linears.values())) for s in EFFICIENCY}
+        self.adapters = work.lora_r * sum(
+            n + k for name, (n, k) in linears.items() if ".experts." not in name
+        )
+        self.wire = {
+            s: float(sum(wire_bytes(s, group_size, shape) for shape in linears.values()))
+            for s in EFFICIENCY
+        }
 
     def step(self) -> tuple[dict[str, float], float, float]:
         """Return seconds by term (`TERMS`), bytes gathered and bytes published. Communication overlaps with the passes,
@@ -257,9 +315,17 @@ class Roofline:
             published = 2.0 * self.adapters
             gradients = self.adapters
             trained = 2.0 * (rest if self.low_bit else size.parameters) + published
-        gathered = others * batches * (3 * trained + 4 * gradients)  # weights for three passes, FP32 gradients
+        gathered = (
+            others * batches * (3 * trained + 4 * gradients)
+        )  # weights for three passes, FP32 gradients
         # Weights are quantized for each optimizer step, or at `off` only for the publish.
-        quantizations = 0 if self.scheme == "bf16" or self.adapters else work.mini_batches if self.low_bit else 1
+        quantizations = (
+            0
+            if self.scheme == "bf16" or self.adapters
+            else work.mini_batches
+            if self.low_bit
+            else 1
+        )
         link = rates.link if work.gpus <= GPUS_PER_NODE else rates.network
         seconds = {
             "prefill": self.prefill(),
@@ -269,11 +335,16 @@ class Roofline:
             "backward": backward,
             "communication": max(gathered / link - 2 * forward - backward, 0.0),
             "optimizer": work.mini_batches * self.optimizer(),
-            "quantize": quantizations * (2 * self.weights + self.wire[self.scheme]) / work.gpus / rates.memory,
+            "quantize": quantizations
+            * (2 * self.weights + self.wire[self.scheme])
+            / work.gpus
+            / rates.memory,
             "publish": PUBLISH_PASSES * published / rates.memory + others * published / link,
         }
         if self.on_gpu:
-            seconds |= self.beside_decode() | self.elementwise(trainer) | {"constant": work.constant}
+            seconds |= (
+                self.beside_decode() | self.elementwise(trainer) | {"constant": work.constant}
+            )
         return seconds, gathered + others * published, published
 
     def elementwise(self, trainer: str) -> dict[str, float]:
@@ -304,7 +375,11 @@ class Roofline:
         kernels += UNCOMPILED_KERNELS if self.scheme in UNCOMPILED else 0
         reduced = 0.0
         if self.work.tensor_parallel > 1:
-            reduced = 2 * size.layers * (ALL_REDUCE_SECONDS + 2 * 2 * rows * size.hidden / self.rates.link)
+            reduced = (
+                2
+                * size.layers
+                * (ALL_REDUCE_SECONDS + 2 * 2 * rows * size.hidden / self.rates.link)
+            )
         return {
             "small_kernels": size.layers * kernels * GRAPH_KERNEL_SECONDS,
             "all_reduce": reduced,
@@ -344,19 +419,26 @@ class Roofline:
     def head(self, rows: float) -> float:
         """Return seconds of lm_head for `rows` tokens."""
         weights = float(self.size.vocab * self.size.hidden)
-        return max(2 * rows * weights / self.rates.flop_per_s("bf16", rows), 2 * weights / self.rates.memory)
+        return max(
+            2 * rows * weights / self.rates.flop_per_s("bf16", rows),
+            2 * weights / self.rates.memory,
+        )
 
     def layers(self, rows: float, length: float, scheme: str) -> float:
         """Return seconds of all decoder layers for `rows` whole sequences: the linears plus causal attention.
         Attention has 2 FLOP per pair of tokens and element of the query width."""
         flop = 2.0 * rows * length**2 * self.size.query_width * self.size.layers
-        return self.product(rows * length, scheme) + flop / self.rates.flop_per_s("bf16", rows * length)
+        return self.product(rows * length, scheme) + flop / self.rates.flop_per_s(
+            "bf16", rows * length
+        )
 
     def pass_(self, rows: float, scheme: str, *, head: bool = True) -> float:
         """Return seconds of a micro-batch's forward. A backward counts as twice a forward with scheme bf16."""
         prompt = self.work.prompt_length
         response = self.work.response_length[0]
-        return self.layers(rows, prompt + response, scheme) + (self.head(rows * response) if head else 0.0)
+        return self.layers(rows, prompt + response, scheme) + (
+            self.head(rows * response) if head else 0.0
+        )
 
     def frozen(self, rows: float) -> float:
         """Return seconds of a micro-batch's products for the gradients of the base, which adapters do not need."""
@@ -367,7 +449,9 @@ class Roofline:
     def prefill(self) -> float:
         work = self.work
         prompts = -(-work.prompts * (1 if self.on_gpu else work.n) // self.engines)
-        return (self.layers(prompts, work.prompt_length, self.scheme) + self.head(prompts)) / work.tensor_parallel
+        return (
+            self.layers(prompts, work.prompt_length, self.scheme) + self.head(prompts)
+        ) / work.tensor_parallel
 
     def at_once(self) -> float:
         """Return how many responses an engine decodes at once. The KV cache limits them, and each is assumed to have
@@ -382,8 +466,15 @@ class Roofline:
         """Return seconds of the products of all decode steps of an engine, and of reading weights and caches."""
         work = self.work
         at_once = self.at_once()
-        cache = at_once * self.length * self.size.kv_bytes_per_token(work.tensor_parallel) / self.rates.memory
-        step = (self.product(at_once, self.scheme) + self.head(at_once)) / work.tensor_parallel + cache
+        cache = (
+            at_once
+            * self.length
+            * self.size.kv_bytes_per_token(work.tensor_parallel)
+            / self.rates.memory
+        )
+        step = (
+            self.product(at_once, self.scheme) + self.head(at_once)
+        ) / work.tensor_parallel + cache
         return step * self.decode_steps()
 
 
@@ -400,10 +491,19 @@ def beyond_products(size: ModelSize, trainer: str, tokens: int) -> tuple[float, 
     hidden = size.hidden
     inner = size.moe_intermediate
     rows, mlp = (tokens * size.experts_per_token, 0) if size.experts else (0, size.intermediate)
-    sizes = [tokens * hidden, tokens * (size.query_width + size.kv_width), tokens * (size.heads + size.kv_heads)]
+    sizes = [
+        tokens * hidden,
+        tokens * (size.query_width + size.kv_width),
+        tokens * (size.heads + size.kv_heads),
+    ]
     sizes += [tokens * size.head_dim, tokens * mlp]
     sizes += [tokens * sum(k for _, k in dense), sum(n * k for n, k in dense)]
-    sizes += [tokens * hidden if size.experts else 0, rows * hidden, rows * inner, 3 * size.experts * hidden * inner]
+    sizes += [
+        tokens * hidden if size.experts else 0,
+        rows * hidden,
+        rows * inner,
+        3 * size.experts * hidden * inner,
+    ]
     both = zip(BLOCK[size.qk_norm], BEYOND[trainer], strict=True)
     forward, backward = (sum(map(mul, block + linears, sizes)) for block, linears in both)
     return forward, backward
@@ -417,6 +517,9 @@ def dense_linears(size: ModelSize) -> list[tuple[int, int]]:
 def muon_bytes_per_weight(size: ModelSize) -> float:
     """Return the bytes that Muon moves for a weight of a block. The stacks of experts are two matrices an expert."""
     block = dense_linears(size)
-    block += [(2 * size.moe_intermediate, size.hidden), (size.hidden, size.moe_intermediate)] * size.experts
+    block += [
+        (2 * size.moe_intermediate, size.hidden),
+        (size.hidden, size.moe_intermediate),
+    ] * size.experts
     moved = sum(MUON_BYTES[0] * n * k + MUON_BYTES[1] * min(n, k) ** 2 for n, k in block)
     return moved / sum(n * k for n, k in block)

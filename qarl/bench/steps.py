@@ -98,7 +98,9 @@ class Arguments:
         device = device_of(words)
         defaults: dict[str, Any] = {"part": part, "device": device}
         defaults["model"] = "SmolLM2-135M" if device == "cpu" else "Qwen3-8B"
-        arguments = read_request(cls, words, example=f"qarl bench {part} device={device}", **defaults)
+        arguments = read_request(
+            cls, words, example=f"qarl bench {part} device={device}", **defaults
+        )
         _check(arguments)
         return arguments
 
@@ -127,7 +129,12 @@ class Arguments:
         levels = sorted(set(self.levels), key=LEVELS.index)
         ranks = sorted(set(self.lora_r))
         missing = {("bf16", "linears", rank) for rank in ranks}
-        missing |= {(scheme, "off", rank) for scheme in schemes for rank in ranks if scheme != "bf16" and rank}
+        missing |= {
+            (scheme, "off", rank)
+            for scheme in schemes
+            for rank in ranks
+            if scheme != "bf16" and rank
+        }
         return [Case(*case) for case in product(schemes, levels, ranks) if case not in missing]
 
 
@@ -135,7 +142,10 @@ def _check(arguments: Arguments) -> None:
     source = arguments.source
     where = f"qarl.bench {arguments.part}"
     if arguments.depth > source.size.layers:
-        raise UserError(f"layers={arguments.layers}, but {source.name} has only {source.size.layers}", where=where)
+        raise UserError(
+            f"layers={arguments.layers}, but {source.name} has only {source.size.layers}",
+            where=where,
+        )
     positions = source.config.get("max_position_embeddings")
     wanted = arguments.prompt_length + arguments.response_length
     if positions and wanted > positions:
@@ -144,7 +154,12 @@ def _check(arguments: Arguments) -> None:
     check_divides(arguments, "mini_batches", "prompts")
     if arguments.part == "publish" and any(arguments.lora_r):
         why = "its parts are those of a publish of all weights"
-        raise UserError("publish has no adapters", where=where, why=why, fix="run steps, which publishes them, too")
+        raise UserError(
+            "publish has no adapters",
+            where=where,
+            why=why,
+            fix="run steps, which publishes them, too",
+        )
     if source.size.experts:
         raise UserError(
             f"{source.name} is a mixture of experts", where=where, why="this benchmark supports only dense models",
@@ -214,7 +229,11 @@ class Measured:
             self.failures[str(case)] = launched["error"]
             self.results.pop(case, None)
             return
-        about = {"scheme": case.scheme, "level": case.level or None, "level_applied": launched["level_applied"]}
+        about = {
+            "scheme": case.scheme,
+            "level": case.level or None,
+            "level_applied": launched["level_applied"],
+        }
         about |= {"lora_r": case.lora_r} if case.lora_r else {}
         about |= {"kernels": launched["kernels"], "layers": self.arguments.depth}
         result = self.results.setdefault(case, about | {"phases": {}, "peak_bytes": {"step": 0}})

@@ -36,7 +36,14 @@ def export(request: ExportRequest) -> str:
     import torch
 
     from qarl.checkpoint.export_adapter import export_adapter, open_trained
-    from qarl.checkpoint.model_files import ModelFiles, limits, linears_of, packed, weight_files, write_model
+    from qarl.checkpoint.model_files import (
+        ModelFiles,
+        limits,
+        linears_of,
+        packed,
+        weight_files,
+        write_model,
+    )
     from qarl.checkpoint.read_weights import find_checkpoint, open_source, read_all, reading
     from qarl.checkpoint.storage import recover, whole_folder
     from qarl.quant.scheme import get_scheme
@@ -85,7 +92,8 @@ def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise UserError(
-            f"output={output} exists and is no empty folder", fix="choose another folder, or add overwrite=true"
+            f"output={output} exists and is no empty folder",
+            fix="choose another folder, or add overwrite=true",
         )
     if not (output / "config.json").is_file():
         raise UserError(

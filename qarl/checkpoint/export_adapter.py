@@ -49,15 +49,24 @@ def open_trained(folder: Path, *, trust_remote_code: bool = False) -> Trained | 
     """Open the checkpoint in `folder`. Return None if it has no adapter. Raise UserError if it is damaged."""
     if (folder / WEIGHTS_FILE).is_file():
         checkpoint = open_checkpoint(folder)
-        return Trained(checkpoint.step, checkpoint.config, checkpoint.state["published"], read_adapter(folder))
+        return Trained(
+            checkpoint.step, checkpoint.config, checkpoint.state["published"], read_adapter(folder)
+        )
     if not (base := folder / "actor" / BASE_FILE).is_file():
         return None
     source = open_source(folder, trust_remote_code=trust_remote_code)
     tensors = dict(source.tensors(torch.bfloat16))
     lora = source.config["lora"]
     leaves = adapted_leaves(name.removesuffix(A) for name in tensors if name.endswith(A))
-    adapter = Adapter(lora["r"], lora["alpha"] or lora["r"], leaves, source.config["model"]["path"], tensors)
-    return Trained(source.step, source.config, json.loads(base.read_text(encoding="utf-8"))["published"], adapter)
+    adapter = Adapter(
+        lora["r"], lora["alpha"] or lora["r"], leaves, source.config["model"]["path"], tensors
+    )
+    return Trained(
+        source.step,
+        source.config,
+        json.loads(base.read_text(encoding="utf-8"))["published"],
+        adapter,
+    )
 
 
 def export_adapter(trained: Trained, output: Path, format: str, trust_remote_code: bool) -> str:
@@ -94,7 +103,9 @@ def _local(path: str) -> Path:
         return Path(snapshot_download(path, local_files_only=True))
     except Exception as error:  # the Hub's client raises different types
         fix = "run qarl export where the run was, or download the model there again"
-        raise UserError(f"the base {path} is not on this machine", why=str(error).splitlines()[0], fix=fix) from error
+        raise UserError(
+            f"the base {path} is not on this machine", why=str(error).splitlines()[0], fix=fix
+        ) from error
 
 
 def _as_recorded(

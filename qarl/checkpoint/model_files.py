@@ -45,7 +45,9 @@ _W4A8 = (
     "of capability 9.0, and refuses it on other GPUs"
 )
 _ADAPTER_ON_INT8 = "On a CPU without AMX, plain vLLM cannot start with this folder and an adapter"
-_ADAPTER_BESIDE_EXPERTS = "On a CPU, vLLM serves these experts beside an adapter only where QaRL is installed"
+_ADAPTER_BESIDE_EXPERTS = (
+    "On a CPU, vLLM serves these experts beside an adapter only where QaRL is installed"
+)
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -69,7 +71,11 @@ class ModelFiles:
         has_generation = (folder / "generation_config.json").is_file()
         generation = GenerationConfig.from_pretrained(folder) if has_generation else None
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        return cls(config, AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code), generation)
+        return cls(
+            config,
+            AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code),
+            generation,
+        )
 
 
 def save_model(
@@ -151,10 +157,16 @@ def weight_files(folder: Path) -> list[Path]:
     for name in (_SINGLE, WEIGHTS_FILE):
         if (folder / name).is_file():
             return [folder / name]
-    raise UserError("the folder contains no weights", where=str(folder), why=f"it has neither {_SINGLE} nor {_INDEX}")
+    raise UserError(
+        "the folder contains no weights",
+        where=str(folder),
+        why=f"it has neither {_SINGLE} nor {_INDEX}",
+    )
 
 
-def packed(tensors: NamedTensors, scheme: Scheme, linears: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def packed(
+    tensors: NamedTensors, scheme: Scheme, linears: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `tensors` under their checkpoint names. The weights of `linears` are quantized as in a publish."""
     for name, tensor in tensors:
         owner, _, leaf = name.rpartition(".")
@@ -164,11 +176,15 @@ def packed(tensors: NamedTensors, scheme: Scheme, linears: Collection[str]) -> I
             yield name, tensor
 
 
-def linears_of(folder: Path, scheme: Scheme, ignore: Sequence[str], *, trust_remote_code: bool = False) -> set[str]:
+def linears_of(
+    folder: Path, scheme: Scheme, ignore: Sequence[str], *, trust_remote_code: bool = False
+) -> set[str]:
     """Return the names of the linears, including those of experts, that `scheme` quantizes in the model in `folder`."""
     if not scheme.quantized:
         return set()
-    return set(select_linears(model_of(folder, trust_remote_code=trust_remote_code), scheme, ignore)[0])
+    return set(
+        select_linears(model_of(folder, trust_remote_code=trust_remote_code), scheme, ignore)[0]
+    )
 
 
 def limits(scheme_name: str, linears: Iterable[str]) -> list[str]:

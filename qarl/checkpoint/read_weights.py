@@ -77,11 +77,19 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
         )
     if step is None and max(torn, default=0) > wanted:
         newest = max(torn)
-        note(f"the checkpoint of step {newest} is incomplete: {torn[newest]}; step {wanted} is used instead")
+        note(
+            f"the checkpoint of step {newest} is incomplete: {torn[newest]}; step {wanted} is used instead"
+        )
     if wanted not in folders:
         steps = ", ".join(f"step={step}" for step in sorted(folders))
-        what = f"the run {run} has no checkpoint of step {wanted}" if steps else f"the run {run} has no checkpoints"
-        other = "train with trainer.save_freq=N, or use the final model in the export folder of the run"
+        what = (
+            f"the run {run} has no checkpoint of step {wanted}"
+            if steps
+            else f"the run {run} has no checkpoints"
+        )
+        other = (
+            "train with trainer.save_freq=N, or use the final model in the export folder of the run"
+        )
         raise UserError(what, fix=f"choose from {steps}" if steps else other)
     return folders[wanted]
 
@@ -94,15 +102,27 @@ def reading(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+    except (
+        OSError,
+        SafetensorError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+    ) as error:
         fix = "check the disk it is on, or export a different step"
         if "trust_remote_code" in str(error):
             fix = "read the code in the model's folder, then add trust_remote_code=true"
         why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        raise UserError("the checkpoint cannot be read", where=str(folder), why=why, fix=fix) from error
+        raise UserError(
+            "the checkpoint cannot be read", where=str(folder), why=why, fix=fix
+        ) from error
 
 
-def read_all(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def read_all(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `tensors`. Raise UserError if one cannot be read."""
     with reading(folder):
         yield from tensors
@@ -135,7 +155,9 @@ def _masters(checkpoint: Checkpoint) -> Stream:
             why=f"the run has optim.master_dtype={checkpoint.config['optim']['master_dtype']}",
             fix="use format=bf16, because the BF16 weights are the masters",
         )
-    return ((name, _fp32(masters.get(name, tensor))) for name, tensor in read_tensors(checkpoint.folder))
+    return (
+        (name, _fp32(masters.get(name, tensor))) for name, tensor in read_tensors(checkpoint.folder)
+    )
 
 
 def _fp32(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,7 +173,10 @@ def _verl(folder: Path, trust_remote_code: bool) -> Source:
 
     def stream(dtype: torch.dtype) -> Stream:
         whole = ((name, whole_tensor(ranks, name)) for name in ranks[0].tensors if name not in tied)
-        return unstacked((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in whole)
+        return unstacked(
+            (name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
+            for name, tensor in whole
+        )
 
     return Source(step_of(folder), config, model_folder, stream)
 
@@ -171,7 +196,9 @@ def what_is_missing(folder: Path) -> str | None:
         return "there is no such folder, or its name is not global_step_N"
     if not zipfile.is_zipfile(folder / "data.pt"):
         return "data.pt, the position in the data, is missing or cut short"
-    shards = {file: match for file in folder.glob("actor/*.pt") if (match := _SHARD.fullmatch(file.name))}
+    shards = {
+        file: match for file in folder.glob("actor/*.pt") if (match := _SHARD.fullmatch(file.name))
+    }
     ranks = {int(match[2]) for match in shards.values()}
     if not shards or len(ranks) != max(int(match[1]) for match in shards.values()):
         return "actor/ lacks the weights of at least one rank"
@@ -184,7 +211,9 @@ def what_is_missing(folder: Path) -> str | None:
 def _has_adapters(folder: Path) -> bool:
     """Return whether the run of the checkpoint in `folder` trains adapters. Without the run's config, return False."""
     try:
-        config = yaml.safe_load((folder.absolute().parents[1] / "config.yaml").read_text(encoding="utf-8"))
+        config = yaml.safe_load(
+            (folder.absolute().parents[1] / "config.yaml").read_text(encoding="utf-8")
+        )
         return bool(config["lora"]["r"])
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
         return False
@@ -192,8 +221,12 @@ def _has_adapters(folder: Path) -> bool:
 
 def whole_and_torn(checkpoints: Path) -> tuple[dict[int, Path], dict[int, str]]:
     """Return two dicts by step: the folders of complete checkpoints, and what is missing in incomplete ones."""
-    folders = {step: folder for folder in checkpoints.glob("global_step_*") if (step := step_of(folder))}
-    torn = {step: problem for step, folder in folders.items() if (problem := what_is_missing(folder))}
+    folders = {
+        step: folder for folder in checkpoints.glob("global_step_*") if (step := step_of(folder))
+    }
+    torn = {
+        step: problem for step, folder in folders.items() if (problem := what_is_missing(folder))
+    }
     return {step: folder for step, folder in folders.items() if step not in torn}, torn
 
 
@@ -254,7 +287,9 @@ class Rank:
         tensor = self.tensors[name]
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         saved = self.record.get(f"model.{name}")
-        if self.record and (saved is None or saved != f"{checksums([local])[0] & (2**64 - 1):016x}"):
+        if self.record and (
+            saved is None or saved != f"{checksums([local])[0] & (2**64 - 1):016x}"
+        ):
             raise UserError(
                 f"{name} differs from what was saved",
                 where=str(self.file),
@@ -266,7 +301,11 @@ class Rank:
 
 def open_ranks(folder: Path) -> list[Rank]:
     """Memory-map the files of `folder` (`global_step_N/actor`). Raise UserError if the checkpoint is incomplete."""
-    files = {int(match[2]): file for file in folder.glob("*.pt") if (match := _SHARD.fullmatch(file.name))}
+    files = {
+        int(match[2]): file
+        for file in folder.glob("*.pt")
+        if (match := _SHARD.fullmatch(file.name))
+    }
     first = Rank.open(files[0])
     sharded = (tensor for tensor in first.tensors.values() if isinstance(tensor, DTensor))
     parts = next((tensor.device_mesh.shape[-1] for tensor in sharded), 1)
@@ -281,7 +320,9 @@ def whole_tensor(ranks: list[Rank], name: str) -> torch.Tensor:
     if not isinstance(first, DTensor) or not isinstance(placement := first.placements[-1], Shard):
         return ranks[0].part(name)
     whole = torch.cat([rank.part(name) for rank in ranks], dim=placement.dim)
-    if whole.shape != first.shape or any(not place.is_replicate() for place in first.placements[:-1]):
+    if whole.shape != first.shape or any(
+        not place.is_replicate() for place in first.placements[:-1]
+    ):
         raise UserError(
             f"the parts of {name} have the shape {list(whole.shape)} together, not {list(first.shape)}",
             where=str(ranks[0].file.parent),

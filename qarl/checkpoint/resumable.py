@@ -91,7 +91,9 @@ def save_checkpoint(
     leave `folder` unchanged.
     """
     weights = list(weights)
-    needed = sum(part.nbytes for part in tree_leaves([weights, optimizer]) if isinstance(part, torch.Tensor))
+    needed = sum(
+        part.nbytes for part in tree_leaves([weights, optimizer]) if isinstance(part, torch.Tensor)
+    )
     with whole_folder(folder, needed_bytes=needed) as partial:
         if adapter is None:
             write_model(partial, files, weights, scheme=get_scheme("bf16"))
@@ -101,13 +103,18 @@ def save_checkpoint(
             with (partial / name).open("wb") as file:
                 torch.save(content, file)
         parts: dict[str, dict[str, Any]] = {
-            path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+            path.relative_to(partial).as_posix(): {
+                "bytes": path.stat().st_size,
+                "sha256": file_sha256(path),
+            }
             for path in sorted(partial.rglob("*"))
             if path.is_file()
         }
         whole = json_safe({"format": FORMAT, **state, "files": parts})
         whole["digest"] = _digest(whole)
-        (partial / STATE_FILE).write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        (partial / STATE_FILE).write_text(
+            json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )
     return sum(part["bytes"] for part in parts.values())
 
 
@@ -123,7 +130,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         except OSError as error:
             raise damaged(folder, f"{name} cannot be read: {error.strerror}") from error
         if digest != part["sha256"]:
-            raise damaged(folder, f"the bytes of {name} differ from those that were written (by SHA-256)")
+            raise damaged(
+                folder, f"the bytes of {name} differ from those that were written (by SHA-256)"
+            )
     return Checkpoint(folder, state)
 
 
@@ -139,7 +148,9 @@ def load_dict(path: Path, *, mmap: bool = False) -> dict[str, Any]:
         return content
     except Exception as error:  # which exception torch raises depends on where the file is damaged
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        if isinstance(error, pickle.UnpicklingError):  # torch's message recommends loading the file anyway
+        if isinstance(
+            error, pickle.UnpicklingError
+        ):  # torch's message recommends loading the file anyway
             why = "it holds more than tensors and plain values; it is not loaded, because it could run any code"
         fix = "copy the file again, or use a different checkpoint"
         raise UserError(f"{path.name} cannot be used", where=str(path), why=why, fix=fix) from error
@@ -148,7 +159,9 @@ def load_dict(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 def list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of every `step_N` in `parent`, newest first. Do not check them."""
     paths = parent.iterdir() if parent.is_dir() else ()
-    named = [(match, path) for path in paths if path.is_dir() and (match := _NAME.fullmatch(path.name))]
+    named = [
+        (match, path) for path in paths if path.is_dir() and (match := _NAME.fullmatch(path.name))
+    ]
     return sorted(((int(match[1]), path) for match, path in named), reverse=True)
 
 

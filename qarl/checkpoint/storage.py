@@ -83,7 +83,9 @@ def writing(path: Path) -> Iterator[None]:
 
 def check_room(folder: Path, needed_bytes: int) -> None:
     """Raise StorageError if the disk of `folder` has fewer than `needed_bytes` free bytes. `folder` need not exist."""
-    free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
+    free = shutil.disk_usage(
+        next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    ).free
     if free < needed_bytes:
         raise StorageError(
             f"there is no room for {folder}",
@@ -151,13 +153,17 @@ def recover(parent: Path, name: str | None = None, *, alone: bool = False) -> li
         if match["kind"] == "old" and not (parent / match["name"]).exists():
             with writing(path):
                 path.rename(parent / match["name"])
-            done.append(f"restored {parent / match['name']}, whose replacement a killed process did not finish")
+            done.append(
+                f"restored {parent / match['name']}, whose replacement a killed process did not finish"
+            )
             continue
         try:
             _remove(path)
             done.append(f"removed {path}, which a killed process left incomplete")
         except OSError as error:
-            done.append(f"{path}, which a killed process left incomplete, cannot be removed: {error.strerror}")
+            done.append(
+                f"{path}, which a killed process left incomplete, cannot be removed: {error.strerror}"
+            )
     return done
 
 
@@ -215,7 +221,9 @@ def _storage_error(folder: Path, error: OSError) -> StorageError:
     return StorageError(
         f"{folder} could not be written",
         why=error.strerror or str(error),
-        fix="free some space, or raise the quota or the file size limit" if full else "write to another folder or disk",
+        fix="free some space, or raise the quota or the file size limit"
+        if full
+        else "write to another folder or disk",
     )
 
 
@@ -239,7 +247,9 @@ def append_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
 def read_lines(path: Path) -> list[Any]:
     """Return the values of a file of JSON lines, or [] if it is missing. Lines that a crash has cut off are skipped."""
     values = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+    for line in (
+        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ()
+    ):
         with suppress(ValueError):
             values.append(json.loads(line))
     return values

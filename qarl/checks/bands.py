@@ -21,7 +21,9 @@ def band_widths(config: Config) -> dict[str, float]:
     if actor.band_scaling != "length":
         return widths
     length = config.data.max_response_length
-    return {key: scaled(width, length, actor.band_reference_length) for key, width in widths.items()}
+    return {
+        key: scaled(width, length, actor.band_reference_length) for key, width in widths.items()
+    }
 
 
 def narrow_bands(config: Config) -> UserError | None:

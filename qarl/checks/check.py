@@ -21,7 +21,13 @@ from qarl.checks.machine import Machine, this_machine
 from qarl.checks.model import applied_level, check_served
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config
-from qarl.data.prompts import PromptDataset, PromptSampler, load_prompts, load_val_prompts, prompt_options
+from qarl.data.prompts import (
+    PromptDataset,
+    PromptSampler,
+    load_prompts,
+    load_val_prompts,
+    prompt_options,
+)
 from qarl.data.reward_workers import Reward
 from qarl.data.rewards import find_reward
 from qarl.errors import UserError
@@ -46,7 +52,9 @@ class RunInputs:
     reach. `no_model` is then the error that loading the real one raised. `said`: notes and warnings of the checks.
     """
 
-    def __init__(self, config: Config, machine: Machine | None = None, *, plan: bool = False) -> None:
+    def __init__(
+        self, config: Config, machine: Machine | None = None, *, plan: bool = False
+    ) -> None:
         self.config = config
         self.plan = plan
         self.machine = machine or this_machine(config.backend)
@@ -59,7 +67,9 @@ class RunInputs:
         model = self.config.model
         if not self.plan:
             return model_folder.load_hf_config(model.path, model.trust_remote_code)
-        hf_config, self.no_model = model_folder.hf_config_or_carried(model.path, model.trust_remote_code)
+        hf_config, self.no_model = model_folder.hf_config_or_carried(
+            model.path, model.trust_remote_code
+        )
         return hf_config
 
     @cached_property
@@ -69,8 +79,12 @@ class RunInputs:
         if self.no_model is not None:
             raise NotCheckedError(self.no_model.what, self.no_model.fix or "")
         if not self.machine.here and Path(path).is_dir() and not model_folder.has_tokenizer(path):
-            raise NotCheckedError("the folder has no tokenizer; the machine of the run needs one", "copy it there")
-        return model_folder.load_tokenizer(path, self.config.model.trust_remote_code, hf_config=hf_config)[0]
+            raise NotCheckedError(
+                "the folder has no tokenizer; the machine of the run needs one", "copy it there"
+            )
+        return model_folder.load_tokenizer(
+            path, self.config.model.trust_remote_code, hf_config=hf_config
+        )[0]
 
     @cached_property
     def model(self) -> nn.Module:
@@ -82,7 +96,9 @@ class RunInputs:
         try:
             return ModelSize.from_config(self.hf_config)
         except KeyError as error:
-            raise NotCheckedError(f"config.json has no key {error}", "estimate the memory by hand") from error
+            raise NotCheckedError(
+                f"config.json has no key {error}", "estimate the memory by hand"
+            ) from error
 
     @cached_property
     def linears(self) -> layers.Shapes:
@@ -109,14 +125,20 @@ class RunInputs:
         dense = (shape for name, shape in self.quantized.items() if not layers.of_expert(name))
         for shape in dict.fromkeys(dense) if self.config.quant.align != "off" else ():
             try:
-                choices[shape] = choose_linear_kernel(scheme.name, device, shape, group_size=group, kernels=kernels)
+                choices[shape] = choose_linear_kernel(
+                    scheme.name, device, shape, group_size=group, kernels=kernels
+                )
             except UserError as error:
                 choices[shape] = error
         return choices
 
     @property
     def kernel_names(self) -> dict[tuple[int, int], str]:
-        return {shape: choice.kernel.name for shape, choice in self.kernels.items() if isinstance(choice, Choice)}
+        return {
+            shape: choice.kernel.name
+            for shape, choice in self.kernels.items()
+            if isinstance(choice, Choice)
+        }
 
     @cached_property
     def experts_kernel(self) -> Choice | None:
@@ -127,7 +149,9 @@ class RunInputs:
             return None
         size = self.size
         scheme = self.scheme
-        shape = ExpertsShape(size.experts, size.experts_per_token, size.hidden, size.moe_intermediate)
+        shape = ExpertsShape(
+            size.experts, size.experts_per_token, size.hidden, size.moe_intermediate
+        )
         device = torch.device(self.machine.device)
         return choose_experts_kernel(scheme.name, device, shape, group_size=scheme.group_size)
 
@@ -147,12 +171,17 @@ class RunInputs:
         self.model  # noqa: B018  a refused model has no level
         kernels = set(self.kernel_names.values()) if self.plan else ()
         machine = self.machine
-        return applied_level(self.config, self.hf_config, machine.device, kernels, machine.capability)
+        return applied_level(
+            self.config, self.hf_config, machine.device, kernels, machine.capability
+        )
 
     @cached_property
     def unconfirmed(self) -> str | None:
         """Why the applied level promises no mismatch, or None."""
-        engine = {"eager": self.config.rollout.enforce_eager is True, "adapters": bool(self.config.lora.r)}
+        engine = {
+            "eager": self.config.rollout.enforce_eager is True,
+            "adapters": bool(self.config.lora.r),
+        }
         return unconfirmed(self.level[0], self.machine.device, self.hf_config, **engine)
 
     @cached_property
@@ -168,7 +197,9 @@ class RunInputs:
     @cached_property
     def train_prompts(self) -> PromptDataset:
         self._need_files(self.config.data.train_files)
-        return load_prompts(self.config.data.train_files, **prompt_options(self.config, self.tokenizer))
+        return load_prompts(
+            self.config.data.train_files, **prompt_options(self.config, self.tokenizer)
+        )
 
     @cached_property
     def val_prompts(self) -> PromptDataset | list[Any]:
@@ -179,7 +210,9 @@ class RunInputs:
     def sampler(self) -> PromptSampler:
         config = self.config
         size = config.data.train_batch_size
-        return PromptSampler(len(self.train_prompts), size, seed=config.seed, shuffle=config.data.shuffle)
+        return PromptSampler(
+            len(self.train_prompts), size, seed=config.seed, shuffle=config.data.shuffle
+        )
 
     @cached_property
     def record(self) -> Record:
@@ -202,7 +235,9 @@ class RunInputs:
         if self.machine.here:
             return
         if missing := [file for file in files if not Path(file).is_file()]:
-            raise NotCheckedError(f"not on this machine: {', '.join(missing)}", "run the doctor where they are")
+            raise NotCheckedError(
+                f"not on this machine: {', '.join(missing)}", "run the doctor where they are"
+            )
 
 
 Status = Literal["ok", "note", "warning", "error"]
@@ -232,7 +267,9 @@ class Finding:
 
 
 Findings = Iterator[Finding]
-ok, note, warning, error = (partial(Finding, status) for status in ("ok", "note", "warning", "error"))
+ok, note, warning, error = (
+    partial(Finding, status) for status in ("ok", "note", "warning", "error")
+)
 
 
 class Check(NamedTuple):
@@ -250,11 +287,16 @@ class Check(NamedTuple):
     device: str = ""
 
     def findings(self, run: RunInputs) -> Findings:
-        findings = self.make(**{need: getattr(run, need) for need in inspect.signature(self.make).parameters})
+        findings = self.make(
+            **{need: getattr(run, need) for need in inspect.signature(self.make).parameters}
+        )
         return findings if isinstance(findings, Iterator) else iter(())
 
     def applies(self, run: RunInputs) -> bool:
-        is_about = self.backend in ("", run.config.backend) and self.device in ("", run.machine.device)
+        is_about = self.backend in ("", run.config.backend) and self.device in (
+            "",
+            run.machine.device,
+        )
         return is_about and (run.machine.here or not self.here)
 
 

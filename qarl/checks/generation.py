@@ -34,7 +34,11 @@ def check_sampling(config: Config, *, level: str, vocabulary: int, on_cpu: bool 
     where = f"rollout.top_p={config.rollout.top_p}, rollout.top_k={config.rollout.top_k}"
     if level not in ("model", "exact") or not on_cpu:
         fell = f"quant.align={config.quant.align} fell back to {level}"
-        why = "no GPU has shown which tokens vLLM samples from" if level in ("model", "exact") else fell
+        why = (
+            "no GPU has shown which tokens vLLM samples from"
+            if level in ("model", "exact")
+            else fell
+        )
         raise UserError(
             f"the trainer cannot apply the engine's top-p or top-k at alignment level {level}",
             where=where,
@@ -59,7 +63,9 @@ def eos_warnings(path: str, tokenizer: Any, hf_config: Any) -> list[str]:
     own = tokenizer.eos_token_id
     where, ids = model_eos(path, hf_config)
     if own is None and not ids:
-        return ["neither tokenizer nor model has an EOS: every response ends at data.max_response_length"]
+        return [
+            "neither tokenizer nor model has an EOS: every response ends at data.max_response_length"
+        ]
     if own is None or (ids and own not in ids):
         ours = "no token" if own is None else _names(tokenizer, [own])
         return [

@@ -93,7 +93,9 @@ def model_record(hf_config: Any, tokenizer: Any, path: str) -> Record:
         "model": config_keys(hf_config),
         "ends": sorted({*ends, *own}),
         "tokenizer": tokenizer_digests(tokenizer),
-        "chat_template": text_digest(json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)),
+        "chat_template": text_digest(
+            json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
+        ),
     }
 
 

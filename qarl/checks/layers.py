@@ -25,7 +25,10 @@ from qarl.quant.scheme import Scheme
 
 W4A16_CPU_MULTIPLE = 32
 # vLLM loads these as one layer, in every model family that QaRL trains.
-FUSED_LAYERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED_LAYERS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 
 KEY = "rollout.tensor_model_parallel_size"
 ROW_PARALLEL = ("o_proj", "down_proj", "dense", "dense_4h_to_h")
@@ -56,7 +59,9 @@ def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
     """Build the model that `hf_config` describes, in BF16 on the meta device. Raise UserError if that fails."""
     try:
         return meta.meta_model(hf_config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the exception type depends on which config key the model class cannot use
+    except (
+        Exception
+    ) as error:  # the exception type depends on which config key the model class cannot use
         raise UserError(
             f"no causal language model can be built from a config of type {hf_config.model_type!r}",
             where="model.path",
@@ -72,7 +77,9 @@ def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
         if entry in names or entry.startswith("re:"):
             continue
         leaf = entry.rpartition(".")[2]
-        parts = FUSED_LAYERS.get(leaf) or next((parts for parts in FUSED_LAYERS.values() if leaf in parts), (leaf,))
+        parts = FUSED_LAYERS.get(leaf) or next(
+            (parts for parts in FUSED_LAYERS.values() if leaf in parts), (leaf,)
+        )
         alike = [name for name in names if name.rpartition(".")[2] in parts]
         if alike and (leaf in FUSED_LAYERS or any(name.endswith(f".{entry}") for name in alike)):
             raise UserError(
@@ -101,7 +108,9 @@ def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
 
 def routers(names: Iterable[str]) -> list[str]:
     """Return the names of the routers beside the experts of `names`. In transformers they are no linears."""
-    return list(dict.fromkeys(f"{name.partition('.experts.')[0]}.gate" for name in names if of_expert(name)))
+    return list(
+        dict.fromkeys(f"{name.partition('.experts.')[0]}.gate" for name in names if of_expert(name))
+    )
 
 
 def check_routers(names: Iterable[str], ignore: Sequence[str]) -> None:
@@ -126,7 +135,9 @@ def fused_groups(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def check_group_size(quantized: Shapes, scheme: Scheme) -> None:
-    bad = [name for name, shape in quantized.items() if scheme.check_shape(name, *shape) is not None]
+    bad = [
+        name for name, shape in quantized.items() if scheme.check_shape(name, *shape) is not None
+    ]
     if bad:
         sizes = sorted({quantized[name][1] for name in bad})
         raise UserError(
@@ -159,7 +170,9 @@ def name_layers(names: Iterable[str]) -> str:
     """Return `names` as text. Names that differ only in the layer number are joined: `model.layers.0-27.mlp.down_proj`.
     `*` replaces the number of an expert."""
     numbers: dict[str, list[int]] = {}
-    for name in dict.fromkeys(re.sub(r"[.]experts[.][0-9]+[.]", ".experts.*.", name) for name in names):
+    for name in dict.fromkeys(
+        re.sub(r"[.]experts[.][0-9]+[.]", ".experts.*.", name) for name in names
+    ):
         match = re.search(r"(?<=[.])\d+(?=[.])", name)
         pattern = f"{name[: match.start()]}{{}}{name[match.end() :]}" if match else name
         numbers.setdefault(pattern, []).extend([int(match[0])] if match else [])
@@ -186,9 +199,13 @@ def split_errors(config: Config, hf_config: Any, quantized: Shapes) -> Iterator[
     if (heads := hf_config.num_attention_heads) % workers:
         what = f"{KEY}={workers}: {heads} attention heads do not split evenly"
         why = "each worker needs whole heads"
-        yield UserError(what, where="num_attention_heads", why=why, fix=f"choose a divisor of {heads}")
+        yield UserError(
+            what, where="num_attention_heads", why=why, fix=f"choose a divisor of {heads}"
+        )
     group = config.quant.group_size if config.quant.scheme in ("w4a16", "w4a8") else 1
-    inputs = {name: k // workers for name, (_, k) in quantized.items() if name.endswith(ROW_PARALLEL)}
+    inputs = {
+        name: k // workers for name, (_, k) in quantized.items() if name.endswith(ROW_PARALLEL)
+    }
     if cut := [name for name, k in inputs.items() if k % group]:
         sizes = ", ".join(map(str, sorted({inputs[name] for name in cut})))
         yield UserError(

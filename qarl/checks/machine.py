@@ -22,7 +22,10 @@ W4A16_CPU_FLAGS = ("avx512f", "avx512_vnni")
 CPU_FLAGS = {
     "w4a16": (W4A16_CPU_FLAGS, "vLLM's W4A16 kernel for CPUs needs AVX512 with VNNI"),
     "w4a8": (("avx512_vnni",), "without VNNI the int8 products of PyTorch are not exact"),
-    "w8a8": (("avx512_vnni",), "without VNNI the int8 products of vLLM and PyTorch are not exact and not equal"),
+    "w8a8": (
+        ("avx512_vnni",),
+        "without VNNI the int8 products of vLLM and PyTorch are not exact and not equal",
+    ),
 }
 """Schemes that only some CPUs can run: name -> (the instruction sets that it needs, the reason)."""
 
@@ -106,7 +109,11 @@ def check_cpu(config: Config) -> None:
     scheme = config.quant.scheme
     if config.quant.kernels == "dequantized":  # a BF16 product, which every CPU has
         return
-    if scheme == "w4a16" and torch.cpu._is_amx_tile_supported() and os.environ.get("VLLM_CPU_INT4_W4A8", "0") != "0":
+    if (
+        scheme == "w4a16"
+        and torch.cpu._is_amx_tile_supported()
+        and os.environ.get("VLLM_CPU_INT4_W4A8", "0") != "0"
+    ):
         raise UserError(
             "VLLM_CPU_INT4_W4A8 is set, and this CPU has AMX",
             where="quant.scheme=w4a16",
@@ -151,7 +158,11 @@ def check_no_new_trl() -> None:
 
     verl 0.9.1 imports it in `apply_monkey_patch` (verl/models/transformers/monkey_patch.py)."""
     trl = importlib.util.find_spec("trl")
-    if trl is None or trl.origin is None or (Path(trl.origin).parent / "experimental" / "ppo").is_dir():
+    if (
+        trl is None
+        or trl.origin is None
+        or (Path(trl.origin).parent / "experimental" / "ppo").is_dir()
+    ):
         return
     if (version := importlib.metadata.version("trl")) >= "1":
         raise UserError(
@@ -181,7 +192,9 @@ def check_capability(scheme: str, kernels: str, capability: int) -> None:
     why = "for BF16 arithmetic and vLLM's Marlin kernel"
     if scheme == "fp8":
         needed = 89
-        why = "for FP8 products; on older GPUs vLLM leaves the activations in BF16 without a warning"
+        why = (
+            "for FP8 products; on older GPUs vLLM leaves the activations in BF16 without a warning"
+        )
     if capability < needed:
         raise UserError(
             f"compute capability {capability / 10} is too low for quant.scheme={scheme}",
@@ -189,7 +202,9 @@ def check_capability(scheme: str, kernels: str, capability: int) -> None:
             why=f"{needed / 10} is needed {why}",
             fix="use a newer GPU" if needed == 80 else "set quant.scheme=w4a16, or use a newer GPU",
         )
-    disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")  # then vLLM chooses another kernel
+    disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(
+        ","
+    )  # then vLLM chooses another kernel
     cutlass = kernels == "engine" and "CutlassInt8ScaledMMLinearKernel" not in disabled
     if scheme == "w8a8" and cutlass and capability >= 100:
         raise UserError(

@@ -36,7 +36,9 @@ RUNTIME_BYTES = 3 * GIB // 2
 """A rough allowance for a process's libraries, CUDA context and communication buffers."""
 KV_BLOCK = 128
 """Number of tokens per block of vLLM's KV cache on CPUs (vllm/platforms/cpu.py)."""
-OFFLOAD = tuple(f"actor_rollout_ref.actor.fsdp_config.{what}_offload" for what in ("param", "optimizer"))
+OFFLOAD = tuple(
+    f"actor_rollout_ref.actor.fsdp_config.{what}_offload" for what in ("param", "optimizer")
+)
 """verl's keys that move masters and optimizer state to host memory while they are not used."""
 
 
@@ -63,7 +65,9 @@ class MemoryEstimate:
         []."""
         lines = [f"{p.name}: {readable(p.bytes)} for each GPU" for p in self.host]
         many = f", {self.processes} GPUs" if self.processes > 1 else ""
-        return [*lines, f"together on one machine{many}: {readable(self.host_total)}"] if lines else []
+        return (
+            [*lines, f"together on one machine{many}: {readable(self.host_total)}"] if lines else []
+        )
 
     def total(self, phase: str) -> int:
         return sum(part.bytes for part in self.parts if phase in part.phases)
@@ -89,8 +93,15 @@ class MemoryEstimate:
         def cell(size: int) -> str:
             return f"{size / scale:.1f}"
 
-        rows = [line(p.name, (cell(p.bytes) if phase in p.phases else "" for phase in PHASES)) for p in self.parts]
-        return [line(unit, PHASES), *rows, line("together", (cell(self.total(phase)) for phase in PHASES))]
+        rows = [
+            line(p.name, (cell(p.bytes) if phase in p.phases else "" for phase in PHASES))
+            for p in self.parts
+        ]
+        return [
+            line(unit, PHASES),
+            *rows,
+            line("together", (cell(self.total(phase)) for phase in PHASES)),
+        ]
 
 
 def estimate(
@@ -145,7 +156,10 @@ def checkpoint_bytes(size: ModelSize, config: Config) -> dict[str, int]:
     trained = terms.adapter_parameters(size, config)
     masters = 4 if config.backend == "verl" else 6
     weights = (masters if config.optim.master_dtype == "fp32" else 2) * (trained or size.parameters)
-    return {"export": export + 2 * trained, "resumable": weights + terms.optimizer_state(size, config)}
+    return {
+        "export": export + 2 * trained,
+        "resumable": weights + terms.optimizer_state(size, config),
+    }
 
 
 def readable(size: int) -> str:

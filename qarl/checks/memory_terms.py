@@ -65,7 +65,14 @@ STEP_BYTES = 16
 results of Newton-Schulz or of the division. The fused `torch.optim.AdamW` needs no temporary memory."""
 
 OWN_INPUT_GRADIENT = frozenset(
-    {"triton", "triton_batch_invariant", "vllm_machete", "vllm_marlin", "vllm_cutlass_int8", "vllm_cutlass_fp8"}
+    {
+        "triton",
+        "triton_batch_invariant",
+        "vllm_machete",
+        "vllm_marlin",
+        "vllm_cutlass_int8",
+        "vllm_cutlass_fp8",
+    }
 )
 """Kernels that compute the input gradient themselves. They hold only one layer's dequantized weight at a time."""
 ENGINE_KERNELS = {("qarl", "w4a8"): "qarl_cpu_w4a8", ("dequantized", "w4a16"): "dequantized"}
@@ -133,10 +140,14 @@ def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     trained = adapter_parameters(size, config)
     matrices = [(config.lora.r or 0) * max(shape) for shape in adapted_linears(size, config)]
     largest = max(matrices, default=size.largest_parameter)
-    single = Part("update of one parameter", 0 if fused else STEP_BYTES * largest // shards, ("step",))
+    single = Part(
+        "update of one parameter", 0 if fused else STEP_BYTES * largest // shards, ("step",)
+    )
     if verl and trained:
         return [
-            Part("frozen BF16 weights, sharded", 2 * (bf16_weights(size, config) - trained) // shards),
+            Part(
+                "frozen BF16 weights, sharded", 2 * (bf16_weights(size, config) - trained) // shards
+            ),
             Part("FP32 masters, sharded", 4 * trained // shards),
             state,
             Part("FP32 gradients, sharded", 4 * trained // shards, ("update", "step")),
@@ -145,7 +156,11 @@ def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     if verl:
         masters = (4 if fp32 else 2) * parameters // shards
         return [
-            Part(f"{'FP32' if fp32 else 'BF16'} masters, sharded", masters, PHASES[1:] if offload else PHASES),
+            Part(
+                f"{'FP32' if fp32 else 'BF16'} masters, sharded",
+                masters,
+                PHASES[1:] if offload else PHASES,
+            ),
             state,
             Part("FP32 gradients, sharded", 4 * parameters // shards, ("update", "step")),
             single,
@@ -172,22 +187,39 @@ def gathered(size: ModelSize, config: Config, align: str) -> list[Part]:
     low_bit = quantized_linears(size, config) if align != "off" else {}
     if trained := adapter_parameters(size, config):  # low-bit weights are whole on every rank
         kinds = [size.block_linears(i).items() for i in range(size.layers)]
-        rest = max(sum(n * k for name, (n, k) in linears if name not in low_bit) for linears in kinds)
+        rest = max(
+            sum(n * k for name, (n, k) in linears if name not in low_bit) for linears in kinds
+        )
         each = trained // size.layers
         return [
             Part("gathered blocks (two)", 4 * (rest + each), ("old_log_prob", "update")),
-            Part("embeddings and lm_head, gathered in BF16", 2 * size.embedding_parameters, ("old_log_prob", "update")),
-            Part("gradients of a block, BF16 and FP32", 6 * each + 4 * each // ranks(config), ("update",)),
+            Part(
+                "embeddings and lm_head, gathered in BF16",
+                2 * size.embedding_parameters,
+                ("old_log_prob", "update"),
+            ),
+            Part(
+                "gradients of a block, BF16 and FP32",
+                6 * each + 4 * each // ranks(config),
+                ("update",),
+            ),
         ]
     blocks = [
-        sum(wire_bytes(scheme if name in low_bit else "bf16", group, shape) for name, shape in linears.items())
+        sum(
+            wire_bytes(scheme if name in low_bit else "bf16", group, shape)
+            for name, shape in linears.items()
+        )
         for linears in map(size.block_linears, range(size.layers))
     ]
     head = size.vocab * size.hidden
     block = size.largest_block
     return [
         Part("gathered blocks (two)", 2 * max(blocks), ("old_log_prob", "update")),
-        Part("embeddings and lm_head, gathered in BF16", 2 * size.embedding_parameters, ("old_log_prob", "update")),
+        Part(
+            "embeddings and lm_head, gathered in BF16",
+            2 * size.embedding_parameters,
+            ("old_log_prob", "update"),
+        ),
         Part("gradients of a block and of lm_head, BF16", 2 * block + 2 * head, ("update",)),
         Part("a block's reduce-scatter, FP32", 4 * block + 4 * block // ranks(config), ("update",)),
     ]
@@ -196,7 +228,11 @@ def gathered(size: ModelSize, config: Config, align: str) -> list[Part]:
 def quantized_linears(size: ModelSize, config: Config) -> Mapping[str, Shape]:
     if config.quant.scheme == "bf16":
         return {}
-    return {name: shape for name, shape in size.linears().items() if not is_ignored(name, config.quant.ignore)}
+    return {
+        name: shape
+        for name, shape in size.linears().items()
+        if not is_ignored(name, config.quant.ignore)
+    }
 
 
 def published(size: ModelSize, config: Config) -> int:
@@ -207,7 +243,9 @@ def published(size: ModelSize, config: Config) -> int:
     return low_bit + 2 * (size.parameters - sum(n * k for n, k in quantized))
 
 
-def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape, str]) -> list[Part]:
+def low_bit(
+    size: ModelSize, config: Config, align: str, kernels: Mapping[Shape, str]
+) -> list[Part]:
     """Return the parts for quantized weights, for their copies in the kernels' layout, and for dequantized weights."""
     quantized = quantized_linears(size, config) if align != "off" else {}
     if not quantized:
@@ -215,28 +253,54 @@ def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape,
     scheme = config.quant.scheme
     group = config.quant.group_size
     wire = {name: wire_bytes(scheme, group, shape) for name, shape in quantized.items()}
-    prepared = {name: prepared_bytes(scheme, kernels.get(shape), group, shape) for name, shape in quantized.items()}
+    prepared = {
+        name: prepared_bytes(scheme, kernels.get(shape), group, shape)
+        for name, shape in quantized.items()
+    }
     # Experts are dequantized for each backward, one layer's stack at a time, and not kept.
     linears = [shape for name, shape in quantized.items() if ".experts." not in name]
-    experts = 2 * size.experts * size.moe_intermediate * size.hidden if len(linears) < len(quantized) else 0
-    own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [2 * experts]
+    experts = (
+        2 * size.experts * size.moe_intermediate * size.hidden
+        if len(linears) < len(quantized)
+        else 0
+    )
+    own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [
+        2 * experts
+    ]
     # The kernel "dequantized" already holds this weight.
-    other = [2 * n * k for n, k in linears if kernels.get((n, k)) not in (*OWN_INPUT_GRADIENT, "dequantized")]
+    other = [
+        2 * n * k
+        for n, k in linears
+        if kernels.get((n, k)) not in (*OWN_INPUT_GRADIENT, "dequantized")
+    ]
     blocks = [quantized.keys() & size.block_linears(i).keys() for i in range(size.layers)]
     if config.backend == "verl" and not config.lora.r:
         restored = max(sum(wire[name] for name in block if ".experts." in name) for block in blocks)
-        gathered = max(sum(prepared[name] for name in block if ".experts." not in name) for block in blocks)
+        gathered = max(
+            sum(prepared[name] for name in block if ".experts." not in name) for block in blocks
+        )
         return [
             Part("low-bit tensors, sharded", sum(wire.values()) // ranks(config)),
             Part("a gathered block in the kernels' layout", gathered, ("old_log_prob", "update")),
-            Part("experts of one layer, restored", restored if scheme == "w4a16" else 0, ("update",)),
+            Part(
+                "experts of one layer, restored", restored if scheme == "w4a16" else 0, ("update",)
+            ),
             Part("dequantized weight of one layer, BF16", max([*own, *other]), ("update",)),
         ]
-    if config.lora.r:  # a frozen layer is stored once; a forward or a backward converts it and drops the result
-        stacks = [sum(wire[name] for name in block if ".experts." in name) * (scheme == "w4a16") for block in blocks]
+    if (
+        config.lora.r
+    ):  # a frozen layer is stored once; a forward or a backward converts it and drops the result
+        stacks = [
+            sum(wire[name] for name in block if ".experts." in name) * (scheme == "w4a16")
+            for block in blocks
+        ]
         return [
             Part("low-bit tensors", sum(wire.values())),
-            Part("a layer in another layout", max([*prepared.values(), *stacks]), ("old_log_prob", "update")),
+            Part(
+                "a layer in another layout",
+                max([*prepared.values(), *stacks]),
+                ("old_log_prob", "update"),
+            ),
             Part("dequantized weight of one layer, BF16", max([*own, *other]), ("update",)),
         ]
     return [
@@ -253,7 +317,9 @@ def activations(size: ModelSize, config: Config, align: str) -> list[Part]:
     layer_bytes = [each - rows * (layer in size.sparse_layers) for layer, each in enumerate(passed)]
     saved = sum(layer_bytes)
     if config.model.gradient_checkpointing:
-        saved = size.layers * size.hidden * (4 if align in ("model", "exact") else 2) + max(layer_bytes)
+        saved = size.layers * size.hidden * (4 if align in ("model", "exact") else 2) + max(
+            layer_bytes
+        )
     forward = micro_batch_tokens(config, log_probs=True)
     backward = micro_batch_tokens(config)
     return [
@@ -266,7 +332,9 @@ def has_own_experts(size: ModelSize, config: Config, align: str) -> bool:
     """Return whether QaRL computes the experts (`qarl.kernels.experts`), and not transformers."""
     if align == "off":
         return False
-    return align in ("model", "exact") or any(".experts." in name for name in quantized_linears(size, config))
+    return align in ("model", "exact") or any(
+        ".experts." in name for name in quantized_linears(size, config)
+    )
 
 
 def expert_rows(size: ModelSize, config: Config, align: str) -> list[Part]:
@@ -286,7 +354,13 @@ def expert_rows(size: ModelSize, config: Config, align: str) -> list[Part]:
     each = 6 * hidden
     if has_own_experts(size, config, align):
         each += 12 * inner + hidden * (config.quant.scheme in ("w8a8", "fp8"))
-    return [Part("rows of a layer's experts", tokens * (size.experts_per_token * each + 2 * hidden), ("update",))]
+    return [
+        Part(
+            "rows of a layer's experts",
+            tokens * (size.experts_per_token * each + 2 * hidden),
+            ("update",),
+        )
+    ]
 
 
 def micro_batch_tokens(config: Config, *, log_probs: bool = False) -> int:
@@ -296,7 +370,9 @@ def micro_batch_tokens(config: Config, *, log_probs: bool = False) -> int:
     if actor.use_dynamic_bsz:
         limit = actor.ppo_max_token_len_per_gpu or 0
         return (actor.log_prob_max_token_len_per_gpu or limit) if log_probs else limit
-    size = actor.log_prob_micro_batch_size_per_gpu if log_probs else actor.ppo_micro_batch_size_per_gpu
+    size = (
+        actor.log_prob_micro_batch_size_per_gpu if log_probs else actor.ppo_micro_batch_size_per_gpu
+    )
     return (size or 0) * (data.max_prompt_length + data.max_response_length)
 
 
@@ -324,7 +400,9 @@ def on_host(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     """Return the parts in host memory beside GPUs: what the engine moves there while it sleeps, and what verl offloads
     while it is not used. verl's engines drop weights that it publishes whole."""
     sleeps = (config.backend == "local" or config.lora.r) and config.rollout.free_cache_engine
-    masters = (4 if config.optim.master_dtype == "fp32" else 2) * (adapter_parameters(size, config) or size.parameters)
+    masters = (4 if config.optim.master_dtype == "fp32" else 2) * (
+        adapter_parameters(size, config) or size.parameters
+    )
     offloaded = (masters + optimizer_state(size, config)) // ranks(config) if offload else 0
     return [
         Part("vLLM's weights while it sleeps", published(size, config) if sleeps else 0),
@@ -339,7 +417,9 @@ def has_reference(config: Config) -> bool:
     return in_verl if config.backend == "verl" else config.actor.use_kl_loss
 
 
-def reference(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape, str]) -> list[Part]:
+def reference(
+    size: ModelSize, config: Config, align: str, kernels: Mapping[Shape, str]
+) -> list[Part]:
     """Return the part for the reference policy of a KL term, which with verl is in host memory on GPUs."""
     if not has_reference(config):
         return []
@@ -347,8 +427,14 @@ def reference(size: ModelSize, config: Config, align: str, kernels: Mapping[Shap
         dtype = str(config.verl.get("actor_rollout_ref.ref.fsdp_config.model_dtype", "fp32"))
         each, name = (2, "16 bits") if "16" in dtype else (4, "FP32")
         return [Part(f"reference policy, {name}, sharded", each * size.parameters // ranks(config))]
-    packed = sum(part.bytes for part in low_bit(size, config, align, kernels) if part.phases == PHASES)
-    return [Part("reference policy: weights and low-bit tensors", 2 * bf16_weights(size, config) + packed)]
+    packed = sum(
+        part.bytes for part in low_bit(size, config, align, kernels) if part.phases == PHASES
+    )
+    return [
+        Part(
+            "reference policy: weights and low-bit tensors", 2 * bf16_weights(size, config) + packed
+        )
+    ]
 
 
 def not_shared(size: ModelSize, config: Config) -> int:
@@ -373,7 +459,10 @@ def own_layout(size: ModelSize, config: Config) -> int:
     group = config.quant.group_size
     kernel = ENGINE_KERNELS.get((config.quant.kernels, scheme))
     shapes = quantized_linears(size, config).values()
-    each = (prepared_bytes(scheme, kernel, group, shape) - wire_bytes(scheme, group, shape) for shape in shapes)
+    each = (
+        prepared_bytes(scheme, kernel, group, shape) - wire_bytes(scheme, group, shape)
+        for shape in shapes
+    )
     return sum(each) if kernel else 0
 
 
@@ -390,14 +479,18 @@ def gathered_adapters(size: ModelSize, config: Config) -> int:
     return tokens * (config.lora.r or 0) * each
 
 
-def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int]:
+def engine(
+    size: ModelSize, config: Config, device: str, gpu_memory_bytes: int
+) -> tuple[list[Part], int]:
     """Return, for one GPU, the engine's parts of the memory and the bytes of its KV cache."""
     parallel = config.rollout.tensor_model_parallel_size
     shares = config.lora.r and config.backend == "local" and device == "cpu"
     gathered = gathered_adapters(size, config) if device == "cpu" else 0
     every = published(size, config) // parallel
     weights = not_shared(size, config) if shares else every
-    twice = every - weights  # nothing is gathered before the first publish, after which the trainer shares these
+    twice = (
+        every - weights
+    )  # nothing is gathered before the first publish, after which the trainer shares these
     weights += own_layout(size, config) + 2 * adapter_parameters(size, config)
     if device == "cpu":  # vLLM packs embed_tokens and lm_head, and keeps the originals
         weights += 2 * size.embedding_parameters

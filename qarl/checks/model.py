@@ -45,7 +45,11 @@ def level_notes(config: Config, hf_config: Any) -> list[str]:
     level = applied_level(config, hf_config)[0]
     engine = {"eager": config.rollout.enforce_eager is True, "adapters": bool(config.lora.r)}
     unsure = unconfirmed(level, run_device(config), hf_config, **engine)
-    notes = (lower_level(config, hf_config), unsure and f"quant.align={level} is {unsure}", shown_mismatch(hf_config))
+    notes = (
+        lower_level(config, hf_config),
+        unsure and f"quant.align={level} is {unsure}",
+        shown_mismatch(hf_config),
+    )
     said = [text for text in notes if text]
     return said + exceptions(config, hf_config) if level == "exact" else said
 
@@ -53,7 +57,11 @@ def level_notes(config: Config, hf_config: Any) -> list[str]:
 def lower_level(config: Config, hf_config: Any) -> str | None:
     """If a lower alignment level than `quant.align` is applied, return a sentence that says why; otherwise None."""
     level, reasons = applied_level(config, hf_config)
-    return f"quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}" if reasons else None
+    return (
+        f"quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}"
+        if reasons
+        else None
+    )
 
 
 def applied_level(
@@ -145,7 +153,10 @@ def refuse_hidden_code(config: Config, tokenizer: Any, hf_config: Any) -> None:
     verl's reward workers always load the tokenizer with `trust_remote_code=True` (reward_loop.py of 0.9.1). So they
     run the code in a model folder even if transformers does not need it.
     """
-    named = [getattr(hf_config, "auto_map", None), getattr(tokenizer, "init_kwargs", {}).get("auto_map")]
+    named = [
+        getattr(hf_config, "auto_map", None),
+        getattr(tokenizer, "init_kwargs", {}).get("auto_map"),
+    ]
     if any(named) and not config.model.trust_remote_code:
         raise UserError(
             f"the model in {config.model.path!r} contains Python code, which verl would run",

@@ -30,10 +30,20 @@ CARRIED = Path(__file__).resolve().parents[1] / "bench" / "models"
 """Folder with the config of some public models, NAME/config.json. The benchmarks read layer shapes from these files."""
 _SAME_SIZES = {
     "Qwen/Qwen3-8B-Base": ("Qwen3-8B", {"max_position_embeddings": 32768, "eos_token_id": 151643}),
-    "Qwen/Qwen3-30B-A3B-Base": ("Qwen3-30B-A3B", {"max_position_embeddings": 32768, "eos_token_id": 151643}),
+    "Qwen/Qwen3-30B-A3B-Base": (
+        "Qwen3-30B-A3B",
+        {"max_position_embeddings": 32768, "eos_token_id": 151643},
+    ),
 }
 """Models without a folder in `CARRIED`: name -> (folder of a similar model, the config keys that differ)."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
 
 
 @functools.cache
@@ -68,7 +78,9 @@ def carried_config(path: str) -> tuple[str, dict[str, Any]] | None:
     return carried, json.loads(file.read_text(encoding="utf-8")) | changes
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False, *, hf_config: Any = None) -> tuple[Any, Any]:
+def load_tokenizer(
+    path: str, trust_remote_code: bool = False, *, hf_config: Any = None
+) -> tuple[Any, Any]:
     """Return the tokenizer and the Hugging Face config of a model folder or Hub name. `hf_config`: the config, if it
     has been loaded. Code in the folder runs only if `trust_remote_code` is true."""
     from transformers import AutoTokenizer
@@ -78,8 +90,12 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, *, hf_config: Any
     hf_config = hf_config or load_hf_config(path, trust_remote_code)
     options = loading_options(path)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options), hf_config
-    except Exception as error:  # the type that transformers raises depends on the file and its fault
+        return AutoTokenizer.from_pretrained(
+            path, trust_remote_code=trust_remote_code, **options
+        ), hf_config
+    except (
+        Exception
+    ) as error:  # the type that transformers raises depends on the file and its fault
         raise _unreadable(path, error) from error
 
 
@@ -89,12 +105,16 @@ def load_hf_config(path: str, trust_remote_code: bool = False) -> Any:
 
     check_model_folder(path)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **loading_options(path))
+        return AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code, **loading_options(path)
+        )
     except Exception as error:
         raise _unreadable(path, error) from error
 
 
-def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[Any, UserError | None]:
+def hf_config_or_carried(
+    path: str, trust_remote_code: bool = False
+) -> tuple[Any, UserError | None]:
     """Return the model's config and None. If the Hub cannot be reached, return QaRL's copy of the config and the error.
 
     The copy is enough for sizes and checks, but not for training.
@@ -118,7 +138,9 @@ def check_files(config: Config) -> None:
 
 
 def check_model_folder(path: str) -> None:
-    looks_local = path.startswith((".", "/", "models/")) or (Path(path).parent.is_dir() and path.count("/") != 1)
+    looks_local = path.startswith((".", "/", "models/")) or (
+        Path(path).parent.is_dir() and path.count("/") != 1
+    )
     if not Path(path).is_dir() and looks_local:
         fix = f"give a Hugging Face folder; {DEMO_HINT}"
         raise UserError(f"there is no model folder {path!r}", where="model.path", fix=fix)
@@ -153,12 +175,16 @@ def _unreadable(path: str, error: Exception) -> UserError:
         what = f"the model {path!r} is not on this machine and cannot be downloaded from the Hub"
         return UserError(what, where="model.path", why=unreachable, fix=fix)
     why = " ".join(str(error).split())[:400]
-    return UserError(f"config or tokenizer cannot be loaded from {path!r}", where="model.path", why=why, fix=fix)
+    return UserError(
+        f"config or tokenizer cannot be loaded from {path!r}", where="model.path", why=why, fix=fix
+    )
 
 
 def cannot_load(path: str, why: str) -> UserError:
     fix = "give a Hugging Face folder with config.json and safetensors"
-    return UserError(f"the model cannot be loaded from {path!r}", where="model.path", why=why, fix=fix)
+    return UserError(
+        f"the model cannot be loaded from {path!r}", where="model.path", why=why, fix=fix
+    )
 
 
 def lacks_tensors(path: str, names: Sequence[str]) -> UserError:
@@ -170,7 +196,12 @@ def lacks_tensors(path: str, names: Sequence[str]) -> UserError:
 
 def cannot_build(path: str, why: str) -> UserError:
     fix = "give config.json and weights of the same model; if memory ran out, train a smaller model"
-    return UserError(f"the model in {path!r} cannot be built from its weights", where="model.path", why=why, fix=fix)
+    return UserError(
+        f"the model in {path!r} cannot be built from its weights",
+        where="model.path",
+        why=why,
+        fix=fix,
+    )
 
 
 def compared_tensors(files: Sequence[Path], model: nn.Module) -> int | None:
@@ -184,7 +215,9 @@ def compared_tensors(files: Sequence[Path], model: nn.Module) -> int | None:
     from qarl.quant.experts import unstacked_shapes
 
     tied = tied_names(model)
-    expected = unstacked_shapes({name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied})
+    expected = unstacked_shapes(
+        {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+    )
     stored = header_shapes(list(files))  # this includes files that no index lists
     common = expected.keys() & stored.keys()
     if 2 * len(common) < len(expected):
@@ -217,7 +250,9 @@ def check_tied(weight_files: Sequence[Path], model: nn.Module) -> None:
     stored: dict[str, torch.Tensor] = {}
     for file in weight_files:
         with safe_open(file, framework="pt") as tensors:
-            stored |= {name: tensors.get_tensor(name).bfloat16() for name in names & set(tensors.keys())}
+            stored |= {
+                name: tensors.get_tensor(name).bfloat16() for name in names & set(tensors.keys())
+            }
     first, *others = sorted(stored, key=lambda name: name not in inputs)
     for name in others:
         if not torch.equal(stored[first], stored[name]):
@@ -241,5 +276,7 @@ def weight_files(path: str) -> list[Path]:
         except (SafetensorError, OSError) as error:
             why = str(error).splitlines()[0]
             fix = "download or write the file again; it may be cut short"
-            raise UserError(f"cannot read the weights in {file}", where="model.path", why=why, fix=fix) from error
+            raise UserError(
+                f"cannot read the weights in {file}", where="model.path", why=why, fix=fix
+            ) from error
     return files

@@ -45,7 +45,9 @@ class ModelSize:
         experts = keys.get("num_experts") or keys.get("num_local_experts") or 0
         every = keys.get("decoder_sparse_step") or 1
         dense = keys.get("mlp_only_layers") or ()
-        sparse = tuple(i for i in range(layers) if experts and i not in dense and (i + 1) % every == 0)
+        sparse = tuple(
+            i for i in range(layers) if experts and i not in dense and (i + 1) % every == 0
+        )
         attention_bias = bool(keys.get("attention_bias"))
         return cls(
             layers=layers,
@@ -89,7 +91,11 @@ class ModelSize:
     @lru_cache(maxsize=8)  # noqa: B019  a frozen dataclass, of which a process has a few
     def linears(self) -> Mapping[str, Shape]:
         """[N, K] of every linear in all blocks. lm_head is not included."""
-        return {name: shape for layer in range(self.layers) for name, shape in self.block_linears(layer).items()}
+        return {
+            name: shape
+            for layer in range(self.layers)
+            for name, shape in self.block_linears(layer).items()
+        }
 
     @property
     def embedding_parameters(self) -> int:
@@ -104,12 +110,17 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        norms = (2 * self.layers + 1) * self.hidden + (2 * self.head_dim * self.layers if self.qk_norm else 0)
+        norms = (2 * self.layers + 1) * self.hidden + (
+            2 * self.head_dim * self.layers if self.qk_norm else 0
+        )
         biases = self.layers * (
-            (self.query_width + 2 * self.kv_width if self.qkv_bias else 0) + (self.hidden if self.o_bias else 0)
+            (self.query_width + 2 * self.kv_width if self.qkv_bias else 0)
+            + (self.hidden if self.o_bias else 0)
         )
         if self.mlp_bias:
-            biases += (self.layers - len(self.sparse_layers)) * (2 * self.intermediate + self.hidden)
+            biases += (self.layers - len(self.sparse_layers)) * (
+                2 * self.intermediate + self.hidden
+            )
         return self.embedding_parameters + self.matrix_parameters + norms + biases
 
     @property
@@ -122,7 +133,9 @@ class ModelSize:
     @property
     def largest_block(self) -> int:
         """Number of weights in the linears of the largest block."""
-        return max(sum(n * k for n, k in self.block_linears(i).values()) for i in range(self.layers))
+        return max(
+            sum(n * k for n, k in self.block_linears(i).values()) for i in range(self.layers)
+        )
 
     def kv_bytes_per_token(self, tensor_parallel: int = 1) -> int:
         """Return the bytes of a token's BF16 keys and values on a GPU. Each GPU has at least one KV head per layer."""
@@ -143,16 +156,24 @@ class ModelSize:
         that the backward of one row holds are not counted.
         """
         if align == CUDA_MODEL:  # each operator saves its BF16 inputs, and a linear saves its input
-            attention = 2 * (self.query_width + 2 * self.kv_width) + 2 * self.query_width + 8 * self.head_dim
+            attention = (
+                2 * (self.query_width + 2 * self.kv_width)
+                + 2 * self.query_width
+                + 8 * self.head_dim
+            )
             attention += 2 * (self.query_width + self.kv_width) if self.qk_norm else 0
             return 8 * self.hidden + attention + 6 * self.intermediate
         fp32_attention = align == "model"
         aligned = align in ("model", "exact")
         norms = 2 * (6 if aligned else 8) * self.hidden + 8
         qkv = (4 if fp32_attention else 2) * (self.query_width + 2 * self.kv_width)
-        output = (6 if fp32_attention else 2) * self.query_width + (0 if align == "exact" else 4 * self.heads)
+        output = (6 if fp32_attention else 2) * self.query_width + (
+            0 if align == "exact" else 4 * self.heads
+        )
         rotary = 8 * self.head_dim if fp32_attention else 0
-        qk_norm = (2 if aligned else 6) * (self.query_width + self.kv_width) + 4 * (self.heads + self.kv_heads)
+        qk_norm = (2 if aligned else 6) * (self.query_width + self.kv_width) + 4 * (
+            self.heads + self.kv_heads
+        )
         qk_norm = qk_norm if self.qk_norm else 0
         mlp = self.expert_row_bytes if layer in self.sparse_layers else 8 * self.intermediate
         return norms + qkv + output + rotary + qk_norm + mlp
@@ -189,6 +210,8 @@ def prepared_bytes(scheme: str, kernel: str | None, group_size: int, shape: Shap
         return n * k + 4 * n * (k // group_size)
     if kernel in ("vllm_cpu_wna16", "vllm_machete", "vllm_marlin", "vllm_marlin_experts"):
         return n * k // 2 + 2 * n * (k // group_size)
-    return {"vllm_cpu_int8": n * k + 4 * n, "torch_int8": n * k + 4 * n, "vllm_cpu_fp8": 4 * n * k + 4 * n}.get(
-        kernel or "", 0
-    )
+    return {
+        "vllm_cpu_int8": n * k + 4 * n,
+        "torch_int8": n * k + 4 * n,
+        "vllm_cpu_fp8": 4 * n * k + 4 * n,
+    }.get(kernel or "", 0)

@@ -16,11 +16,27 @@ from torch import nn
 from qarl.align.families import FAMILIES, check_adapters, check_family, check_rows, shown_mismatch
 from qarl.align.rotary import head_size_of
 from qarl.checks import layers, machine
-from qarl.checks.check import Check, Finding, Findings, NotCheckedError, RunInputs, examine, note, ok, warning
+from qarl.checks.check import (
+    Check,
+    Finding,
+    Findings,
+    NotCheckedError,
+    RunInputs,
+    examine,
+    note,
+    ok,
+    warning,
+)
 from qarl.checks.generation import check_sampling, eos_warnings
 from qarl.checks.machine import Machine, check_capability
 from qarl.checks.memory import check_kv_cache
-from qarl.checks.model import check_head, check_length, check_not_quantized, level_notes, refuse_hidden_code
+from qarl.checks.model import (
+    check_head,
+    check_length,
+    check_not_quantized,
+    level_notes,
+    refuse_hidden_code,
+)
 from qarl.checks.model_folder import check_tied
 from qarl.checks.special_tokens import special_tokens_unseen
 from qarl.config import Config
@@ -71,7 +87,9 @@ def check_run(config: Config) -> RunInputs:
 def model_errors(config: Config) -> list[UserError]:
     """Return the errors of the checks that read only the config and the model's files, but for its weights."""
     checks = [check for check in CHECKS if check.topic in ("model", "ignore list", "layer sizes")]
-    return [finding.error for finding in examine(RunInputs(config), checks) if finding.status == "error"]
+    return [
+        finding.error for finding in examine(RunInputs(config), checks) if finding.status == "error"
+    ]
 
 
 _LAYER = (64, 64)
@@ -92,15 +110,24 @@ def check_kernels(config: Config, machine: Machine) -> None:
     device = machine.device
     if device == "cuda" and (kernels == "dequantized" or (kernels == "qarl" and scheme == "w4a8")):
         why = "these kernels run only on a CPU"
-        raise _no_kernel(config, "GPUs", why if kernels == "dequantized" else f"{why}; {W4A8_ON_GPUS}")
+        raise _no_kernel(
+            config, "GPUs", why if kernels == "dequantized" else f"{why}; {W4A8_ON_GPUS}"
+        )
     if kernels == "engine":
         return
     if not machine.here:
-        raise NotCheckedError("QaRL's own kernels depend on the machine of the run", "run the doctor there too")
+        raise NotCheckedError(
+            "QaRL's own kernels depend on the machine of the run", "run the doctor there too"
+        )
     kind = torch.device(device)
-    why_not = {kernel.name: kernel.unavailable(scheme, kind, _LAYER) for kernel in kernels_of(kernels, scheme)}
+    why_not = {
+        kernel.name: kernel.unavailable(scheme, kind, _LAYER)
+        for kernel in kernels_of(kernels, scheme)
+    }
     if None not in why_not.values():
-        raise _no_kernel(config, "this machine", "; ".join(f"{name} {why}" for name, why in why_not.items()))
+        raise _no_kernel(
+            config, "this machine", "; ".join(f"{name} {why}" for name, why in why_not.items())
+        )
 
 
 def _no_kernel(config: Config, place: str, why: str) -> UserError:
@@ -140,7 +167,9 @@ def check_experts(config: Config, machine: Machine, hf_config: Any) -> None:
         )
 
 
-def _config(config: Config, machine: Machine, hf_config: Any, no_model: UserError | None) -> Findings:
+def _config(
+    config: Config, machine: Machine, hf_config: Any, no_model: UserError | None
+) -> Findings:
     if no_model is not None:
         yield Finding.of(no_model, "error" if machine.here else "note")
         what = f"QaRL's own copy of the config of {config.model.path} is used instead"
@@ -150,7 +179,9 @@ def _config(config: Config, machine: Machine, hf_config: Any, no_model: UserErro
 def _model(hf_config: Any, model: nn.Module) -> Findings:
     count = sum(parameter.numel() for parameter in model.parameters())
     tied = "tied to the input embedding" if hf_config.tie_word_embeddings else "a separate tensor"
-    yield ok(f"{hf_config.model_type} with {count / 1e9:.3g} billion parameters; lm_head is {tied} and stays in BF16")
+    yield ok(
+        f"{hf_config.model_type} with {count / 1e9:.3g} billion parameters; lm_head is {tied} and stays in BF16"
+    )
 
 
 def _family(config: Config, hf_config: Any) -> Findings:
@@ -218,15 +249,23 @@ def _tensor_parallel(config: Config, hf_config: Any, quantized: layers.Shapes) -
     yield from map(Finding.of, layers.split_errors(config, hf_config, quantized))
 
 
-def _sampling(config: Config, machine: Machine, hf_config: Any, level: tuple[str, tuple[str, ...]]) -> None:
+def _sampling(
+    config: Config, machine: Machine, hf_config: Any, level: tuple[str, tuple[str, ...]]
+) -> None:
     check_sampling(config, level=level[0], vocabulary=hf_config.vocab_size, on_cpu=machine.on_cpu)
 
 
-def _train_prompts(config: Config, train_prompts: PromptDataset, sampler: PromptSampler) -> Findings:
+def _train_prompts(
+    config: Config, train_prompts: PromptDataset, sampler: PromptSampler
+) -> Findings:
     steps = config.trainer.total_training_steps
-    yield ok(f"{len(train_prompts)} training prompts; {steps} steps are {steps / sampler.batches_per_epoch:.3g} epochs")
+    yield ok(
+        f"{len(train_prompts)} training prompts; {steps} steps are {steps / sampler.batches_per_epoch:.3g} epochs"
+    )
     if train_prompts.num_filtered:
-        yield note(f"{train_prompts.num_filtered} training prompts over data.max_prompt_length are left out")
+        yield note(
+            f"{train_prompts.num_filtered} training prompts over data.max_prompt_length are left out"
+        )
 
 
 def _date(tokenizer: Any, train_prompts: PromptDataset) -> Findings:
@@ -257,7 +296,10 @@ def _reward(config: Config, reward_fn: Reward, train_prompts: PromptDataset) -> 
 
 
 def _ground_truths(
-    config: Config, reward_fn: Reward, train_prompts: PromptDataset, val_prompts: PromptDataset | list[Any]
+    config: Config,
+    reward_fn: Reward,
+    train_prompts: PromptDataset,
+    val_prompts: PromptDataset | list[Any],
 ) -> Findings:
     """Score ground truths as answers. Only a built-in function is sure to compare answers with them."""
     function = config.reward.function
@@ -286,13 +328,31 @@ def _adapters(config: Config, model: nn.Module) -> Findings:
 
 
 CHECKS = (
-    Check("packages", "all loggers are installed", lambda config: check_loggers(config.trainer.logger), here=True),
-    Check("packages", "vLLM can run", lambda config: machine.check_engine_installed(config.backend), here=True),
+    Check(
+        "packages",
+        "all loggers are installed",
+        lambda config: check_loggers(config.trainer.logger),
+        here=True,
+    ),
+    Check(
+        "packages",
+        "vLLM can run",
+        lambda config: machine.check_engine_installed(config.backend),
+        here=True,
+    ),
     Check("packages", "verl finds QaRL", machine.check_plugin_installed, here=True, backend="verl"),
-    Check("packages", "no TRL is in verl's way", machine.check_no_new_trl, here=True, backend="verl"),
+    Check(
+        "packages", "no TRL is in verl's way", machine.check_no_new_trl, here=True, backend="verl"
+    ),
     Check("machine", "vLLM has quant.scheme here", check_scheme),
     Check("machine", "this CPU can run quant.scheme", machine.check_cpu, device="cpu"),
-    Check("machine", "vLLM replaces no operator", check_not_batch_invariant, here=True, backend="local"),
+    Check(
+        "machine",
+        "vLLM replaces no operator",
+        check_not_batch_invariant,
+        here=True,
+        backend="local",
+    ),
     Check("kernels", "quant.kernels has kernels for quant.scheme", check_kernels),
     Check("model", "the model's config can be read", _config),
     Check("model", "the tokenizer can be read", lambda tokenizer: None),
@@ -310,7 +370,13 @@ CHECKS = (
     Check("ignore list", "quant.ignore treats fused layers as a whole", _ignore),
     Check("layer sizes", "quant.group_size divides all layers", layers.check_group_size),
     Check("layer sizes", "the engine's kernels have all sizes", _engine_shapes, device="cpu"),
-    Check("layer sizes", "the engine's attention has the head size", _head_size, here=True, device="cpu"),
+    Check(
+        "layer sizes",
+        "the engine's attention has the head size",
+        _head_size,
+        here=True,
+        device="cpu",
+    ),
     Check("layer sizes", "engines can be split", _tensor_parallel, backend="verl"),
     Check("kernels", "the trainer's log-probs apply the engine's sampling", _sampling),
     Check("data", "there is a reward function", lambda reward_fn: None),

@@ -25,8 +25,15 @@ def special_tokens_unseen(config: Config, tokenizer: Any, train_prompts: PromptD
     tokens = special_tokens(tokenizer)
     source = (read_reward_source(config.reward.function) or b"").decode("utf-8", errors="replace")
     in_reward = [token for token in tokens if token in source and not token.isalnum()]
-    in_template = [] if config.reward.function in BUILTIN else tags_of_answers(tokenizer, tokens, train_prompts)
-    for names, place in ((in_reward, "the source of reward.function"), (in_template, "the chat template")):
+    in_template = (
+        []
+        if config.reward.function in BUILTIN
+        else tags_of_answers(tokenizer, tokens, train_prompts)
+    )
+    for names, place in (
+        (in_reward, "the source of reward.function"),
+        (in_template, "the chat template"),
+    ):
         if names:
             yield warning(
                 f"{place} names {', '.join(names)}, which the reward does not see (reward.keep_special_tokens)",
@@ -40,7 +47,9 @@ def special_tokens_unseen(config: Config, tokenizer: Any, train_prompts: PromptD
 def special_tokens(tokenizer: Any) -> list[str]:
     """Return the texts of all tokens that decoding without special tokens removes."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return sorted({*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)})
+    return sorted(
+        {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+    )
 
 
 def tags_of_answers(tokenizer: Any, tokens: list[str], prompts: PromptDataset) -> list[str]:
@@ -50,7 +59,12 @@ def tags_of_answers(tokenizer: Any, tokens: list[str], prompts: PromptDataset) -
     rewards do not wait for them."""
     template = tokenizer.chat_template
     text = "".join(template.values()) if isinstance(template, dict) else template or ""
-    named = {getattr(tokenizer, f"{kind}_token", None) for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")}
+    named = {
+        getattr(tokenizer, f"{kind}_token", None)
+        for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+    }
     prompt = tokenizer.decode(prompts[0].prompt_token_ids)
-    waited_for = [token for token in tokens if _TAG.match(token) and token in text and token not in named]
+    waited_for = [
+        token for token in tokens if _TAG.match(token) and token in text and token not in named
+    ]
     return [token for token in waited_for if token not in prompt]

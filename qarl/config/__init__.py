@@ -47,7 +47,9 @@ def write_resolved(config: Config, path: str | Path) -> None:
         path.write_text(config.resolved_yaml(), encoding="utf-8")
     except OSError as error:
         fix = "set output_dir to a folder that can be written to"
-        raise UserError("the config cannot be written", where=str(path), why=error.strerror, fix=fix) from error
+        raise UserError(
+            "the config cannot be written", where=str(path), why=error.strerror, fix=fix
+        ) from error
 
 
 def describe_keys() -> dict[str, str]:
@@ -58,7 +60,9 @@ def describe_keys() -> dict[str, str]:
     return about | {key.name: key.meaning for keys in key_table().values() for key in keys}
 
 
-def _build(values: Mapping[str, Any], sources: Mapping[str, str], problems: Sequence[Problem]) -> Config:
+def _build(
+    values: Mapping[str, Any], sources: Mapping[str, str], problems: Sequence[Problem]
+) -> Config:
     # If a section is missing, its required keys are still reported one by one.
     filled = {**{name: {} for name in sections()}, **with_home(values)}
     for key in dropped(flat_values(filled, set()), default_values(), sources):
@@ -74,8 +78,12 @@ def _build(values: Mapping[str, Any], sources: Mapping[str, str], problems: Sequ
         descriptions = describe_keys()
         errors = list(key_by_key(error.errors(include_url=False), descriptions))
         bad_keys = {key_of(item["loc"]).partition("[")[0] for item in errors}
-        bad = [from_pydantic(item, descriptions) for item in errors] + check_together(flat_values(filled, bad_keys))
-    reported += [replace(problem, source=sources.get(problem.key.partition("[")[0])) for problem in bad]
+        bad = [from_pydantic(item, descriptions) for item in errors] + check_together(
+            flat_values(filled, bad_keys)
+        )
+    reported += [
+        replace(problem, source=sources.get(problem.key.partition("[")[0])) for problem in bad
+    ]
     if reported:
         raise ConfigError(reported)
     return config

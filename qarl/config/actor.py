@@ -20,11 +20,15 @@ from pydantic import BeforeValidator, Field
 from qarl.config.types import Above, Below, Sane, Section, Unit, as_list
 from qarl.tbpo.config import BandScaling, MismatchOutsideCap, PositiveBand, TBPOConfig
 
-LossName = Literal["tbpo", "grpo", "dual_clip", "gspo", "mis_gspo", "positive_only", "sapo", "reinforce"]
+LossName = Literal[
+    "tbpo", "grpo", "dual_clip", "gspo", "mis_gspo", "positive_only", "sapo", "reinforce"
+]
 LOSSES: tuple[LossName, ...] = get_args(LossName)
 SEQUENCE_LOSSES = ("tbpo", "gspo", "mis_gspo")
 """Losses with one ratio per response, the geometric mean over its tokens."""
-LossAggMode = Literal["seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-mean"]
+LossAggMode = Literal[
+    "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-mean"
+]
 AdvEstimator = Literal["grpo", "rloo", "dr_grpo"]
 Level = Literal["token", "sequence", "geometric"]
 WeightMode = Literal["truncate", "clip", "mask", "icepop"]
@@ -131,13 +135,17 @@ class RolloutCorrectionConfig(Section):
     rollout_rs_threshold: Annotated[Thresholds, Unit("nats")] = []
     """The largest allowed divergence: one value for each entry of rollout_rs, or one value for all entries."""
 
-    rollout_rs_threshold_lower: Annotated[float | None, Unit("nats")] = Field(default=None, ge=-1e6, le=1e6)
+    rollout_rs_threshold_lower: Annotated[float | None, Unit("nats")] = Field(
+        default=None, ge=-1e6, le=1e6
+    )
     """The smallest allowed K1, which can be negative. null means that K1 has only an upper threshold."""
 
     rollout_rs_ratio: Literal["corr", "ppo"] = "corr"
     """The ratio r for rollout_rs: r_corr (the mismatch), or r_ppo (the mismatch and the updates of this step)."""
 
-    veto_threshold: Annotated[float | None, Unit("probability"), Sane(1e-30, 0.1)] = Field(default=None, gt=0, lt=1)
+    veto_threshold: Annotated[float | None, Unit("probability"), Sane(1e-30, 0.1)] = Field(
+        default=None, gt=0, lt=1
+    )
     """Reject every response with a token whose old probability is below this value, for example 1e-6."""
 
     @property
@@ -176,11 +184,15 @@ class ActorConfig(ObjectiveKeys):
     """How a batch is split into micro-batches. false: by number of responses (ppo_micro_batch_size_per_gpu). true: by
     number of tokens (ppo_max_token_len_per_gpu), so that a micro-batch of short responses contains more responses."""
 
-    ppo_micro_batch_size_per_gpu: Annotated[int | None, Unit("responses")] = Field(default=None, ge=1)
+    ppo_micro_batch_size_per_gpu: Annotated[int | None, Unit("responses")] = Field(
+        default=None, ge=1
+    )
     """Responses per forward and backward. This limits memory, and changes the gradient only by rounding. Must divide
     ppo_mini_batch_size * rollout.n. Required if use_dynamic_bsz is false."""
 
-    log_prob_micro_batch_size_per_gpu: Annotated[int | None, Unit("responses")] = Field(default=None, ge=1)
+    log_prob_micro_batch_size_per_gpu: Annotated[int | None, Unit("responses")] = Field(
+        default=None, ge=1
+    )
     """Responses per forward when the old log-probs are computed. This only limits memory. Required if use_dynamic_bsz
     is false."""
 
@@ -189,7 +201,9 @@ class ActorConfig(ObjectiveKeys):
     least data.max_prompt_length + data.max_response_length. This limits memory, and changes the gradient only by
     rounding."""
 
-    log_prob_max_token_len_per_gpu: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
+    log_prob_max_token_len_per_gpu: Annotated[int | None, Unit("tokens")] = Field(
+        default=None, ge=1
+    )
     """Maximum number of tokens per forward when the old log-probs are computed, if use_dynamic_bsz is true. null means
     the value of ppo_max_token_len_per_gpu. In verl this key is in the section rollout."""
 

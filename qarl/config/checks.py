@@ -34,7 +34,9 @@ LEAST_TOP_P = 0.01
 LEAST_TEMPERATURE = 0.05
 """Below them sampling is greedy but for rare ties. A model can be less sure than that of single tokens."""
 _AVERAGED = (*SEQUENCE_LOSSES, "sapo")
-_BYPASS, _IS, _RS = (f"rollout_correction.{name}" for name in ("bypass_mode", "rollout_is", "rollout_rs"))
+_BYPASS, _IS, _RS = (
+    f"rollout_correction.{name}" for name in ("bypass_mode", "rollout_is", "rollout_rs")
+)
 
 
 def check(values: Values) -> list[Problem]:
@@ -63,12 +65,19 @@ def advantages_suit_the_loss(v: Values) -> Problems:
     key = "algorithm.adv_estimator"
     loss = v["actor.loss"]
     if v[key] == "dr_grpo" and loss in _AVERAGED:
-        reason = f"dr_grpo does not average over the tokens of a response, but actor.loss={loss} does"
+        reason = (
+            f"dr_grpo does not average over the tokens of a response, but actor.loss={loss} does"
+        )
         fix = "set actor.loss=grpo; or, to change only the advantages, set algorithm.norm_adv_by_std_in_grpo=false"
         yield bad(v, key, reason, fix)
-    elif v[key] == "dr_grpo" and v["actor.loss_agg_mode"] not in ("seq-mean-token-mean", "seq-mean-token-sum-norm"):
+    elif v[key] == "dr_grpo" and v["actor.loss_agg_mode"] not in (
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+    ):
         reason = "with algorithm.adv_estimator=dr_grpo, token losses are summed and divided by a constant"
-        yield bad(v, "actor.loss_agg_mode", reason, "remove it, or set it to seq-mean-token-sum-norm")
+        yield bad(
+            v, "actor.loss_agg_mode", reason, "remove it, or set it to seq-mean-token-sum-norm"
+        )
 
 
 def one_weight_for_the_mismatch(v: Values) -> Problems:
@@ -81,7 +90,12 @@ def one_weight_for_the_mismatch(v: Values) -> Problems:
         yield bad(v, key, reason, f"set it to {fix}, or choose another actor.loss")
     elif v[_BYPASS] and (loss == "reinforce" or level is not None):
         reason = f"the ratio to the rollout contains the mismatch, and rollout_is={level} would apply it a second time"
-        yield bad(v, _BYPASS, "actor.loss=reinforce has no ratio" if level is None else reason, "set it to false")
+        yield bad(
+            v,
+            _BYPASS,
+            "actor.loss=reinforce has no ratio" if level is None else reason,
+            "set it to false",
+        )
 
 
 def rollouts_log_probs_hide_the_mismatch(v: Values) -> Problems:
@@ -95,10 +109,17 @@ def rollouts_log_probs_hide_the_mismatch(v: Values) -> Problems:
     if loss in ("tbpo", "mis_gspo"):
         reason = f"actor.loss={loss} weights each response by the mismatch, and that weight would always be 1"
         yield bad(v, key, reason, "set it to auto or recompute, or choose another actor.loss")
-    for other, used in ((_BYPASS, v[_BYPASS]), (veto, v[veto] is not None), (_IS, v[_IS]), (_RS, rejects)):
+    for other, used in (
+        (_BYPASS, v[_BYPASS]),
+        (veto, v[veto] is not None),
+        (_IS, v[_IS]),
+        (_RS, rejects),
+    ):
         if used:
             reason = "it has no effect, because the old log-probs are the rollout's"
-            yield bad(v, other, reason, "remove it, or set actor.old_log_probs to recompute or auto")
+            yield bad(
+                v, other, reason, "remove it, or set actor.old_log_probs to recompute or auto"
+            )
 
 
 def rejections_have_thresholds(v: Values) -> Problems:
@@ -112,9 +133,13 @@ def rejections_have_thresholds(v: Values) -> Problems:
         yield bad(v, _RS, reason, "choose a rejection of whole responses: seq_*")
     if options and len(upper) not in (1, len(options)):
         reason = f"rollout_rs has {len(options)} entries ({', '.join(options)})"
-        yield Problem(key, upper, reason, "give one threshold for each entry, or one for all entries")
+        yield Problem(
+            key, upper, reason, "give one threshold for each entry, or one for all entries"
+        )
     elif (
-        options and lower is not None and (lower >= min(upper) or not any(option.endswith("k1") for option in options))
+        options
+        and lower is not None
+        and (lower >= min(upper) or not any(option.endswith("k1") for option in options))
     ):
         reason = f"it is only for k1, and must be below the upper threshold, {min(upper)}"
         yield bad(v, f"{key}_lower", reason, "set it to null, or to a smaller value")
@@ -163,10 +188,17 @@ def micro_batches_have_a_size(kind: str, v: Values) -> Problems:
         yield bad(v, by_rows, "actor.use_dynamic_bsz=false requires a size of micro-batches", fix)
     elif dynamic and limit is None and kind == "ppo":
         reason = "actor.use_dynamic_bsz=true fills micro-batches up to this number of tokens"
-        yield bad(v, by_tokens, reason, f"set it to {longest} or more, or set actor.use_dynamic_bsz=false")
+        yield bad(
+            v, by_tokens, reason, f"set it to {longest} or more, or set actor.use_dynamic_bsz=false"
+        )
     elif dynamic and limit is not None and limit < longest:
         reason = f"a row can have data.max_prompt_length + data.max_response_length = {longest} tokens, and a row is "
-        yield bad(v, by_tokens, reason + "never split", f"set it to {longest} or more, or lower the lengths")
+        yield bad(
+            v,
+            by_tokens,
+            reason + "never split",
+            f"set it to {longest} or more, or lower the lengths",
+        )
 
 
 def kernels_have_something_to_do(v: Values) -> Problems:
@@ -197,16 +229,28 @@ def something_to_evaluate(v: Values) -> Problems:
     key = "data.val_files"
     if not v[key] and (v["trainer.test_freq"] > 0 or v["trainer.val_before_train"]):
         reason = "an evaluation is due (trainer.test_freq, trainer.val_before_train), but no file is given"
-        yield bad(v, key, reason, "name a file, or set trainer.test_freq=-1 and trainer.val_before_train=false")
+        yield bad(
+            v,
+            key,
+            reason,
+            "name a file, or set trainer.test_freq=-1 and trainer.val_before_train=false",
+        )
 
 
 def local_is_one_process(v: Values) -> Problems:
     keys = ("trainer.nnodes", "trainer.n_gpus_per_node", "rollout.tensor_model_parallel_size")
     for key in keys if v["backend"] == "local" else ():
         if v[key] != 1:
-            yield bad(v, key, "backend=local is one process on one device", "set it to 1, or set backend=verl")
+            yield bad(
+                v,
+                key,
+                "backend=local is one process on one device",
+                "set it to 1, or set backend=verl",
+            )
     if v["backend"] == "local" and v["verl"]:
-        yield bad(v, "verl", "backend=local does not use verl's keys", "remove them, or set backend=verl")
+        yield bad(
+            v, "verl", "backend=local does not use verl's keys", "remove them, or set backend=verl"
+        )
 
 
 def a_path_to_resume_from(v: Values) -> Problems:
@@ -223,7 +267,9 @@ def one_token_is_left(temperature: float, top_p: float, top_k: int) -> tuple[str
     if top_k == 1:
         return "top_k", -1, f"the engine would sample only the likeliest token, so {equal}"
     if top_p < LEAST_TOP_P:
-        why = f"the likeliest token alone nearly always has a probability above {top_p:g}, so {equal}"
+        why = (
+            f"the likeliest token alone nearly always has a probability above {top_p:g}, so {equal}"
+        )
         return "top_p", 1, why
     if temperature < LEAST_TEMPERATURE:
         factor = math.exp(0.5 / temperature)
@@ -263,8 +309,15 @@ def both_sides_sample_from_the_same_tokens(v: Values) -> Problems:
 def the_schedule_fits_the_run(v: Values) -> Problems:
     steps = v[STEPS]
     if warmup_exceeds(v):
-        reason = f"the run has {steps} steps ({STEPS}), so no step would have the full learning rate"
-        yield bad(v, WARMUP, reason, f"set it below {steps}, such as {steps // 20}, or train for more steps")
+        reason = (
+            f"the run has {steps} steps ({STEPS}), so no step would have the full learning rate"
+        )
+        yield bad(
+            v,
+            WARMUP,
+            reason,
+            f"set it below {steps}, such as {steps // 20}, or train for more steps",
+        )
 
 
 def fp16_is_unquantized(v: Values) -> Problems:
@@ -291,13 +344,26 @@ def adapters_are_served(v: Values) -> Problems:
     if not rank:
         return
     needs = (
-        ("rollout.tensor_model_parallel_size", 1, "the bits of A and B are compared with those of a whole engine"),
+        (
+            "rollout.tensor_model_parallel_size",
+            1,
+            "the bits of A and B are compared with those of a whole engine",
+        ),
         ("model.dtype", "bf16", "A and B are rounded to BF16 for the forward and the engine"),
-        ("optim.master_dtype", "fp32", "A and B are small, and their FP32 masters take little memory"),
+        (
+            "optim.master_dtype",
+            "fp32",
+            "A and B are small, and their FP32 masters take little memory",
+        ),
     )
     for key, value, reason in needs:
         if v[key] != value:
-            yield bad(v, key, f"lora.r={rank}: {reason}", f"set {key}={value}, or lora.r=0 to train all weights")
+            yield bad(
+                v,
+                key,
+                f"lora.r={rank}: {reason}",
+                f"set {key}={value}, or lora.r=0 to train all weights",
+            )
     if v["quant.align"] == "off" and scheme != "bf16":
         reason = f"lora.r={rank}: the base exists only in {scheme}, and this level multiplies by BF16 weights"
         yield bad(v, "quant.align", reason, "set it to model")
@@ -369,12 +435,18 @@ def _together(config: Config) -> Iterator[UserError]:
     updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
     if actor.loss == "reinforce" and updates != 1:
         what = f"actor.loss=reinforce makes {updates} updates per step"
-        why = "it has no ratio to the policy that sampled, so every update after the first is biased"
+        why = (
+            "it has no ratio to the policy that sampled, so every update after the first is biased"
+        )
         fix = f"set actor.ppo_mini_batch_size={prompts} and actor.ppo_epochs=1"
         yield UserError(what, where="actor.loss", why=why, fix=fix)
     from_rollout = actor.old_log_probs == "rollout"
     far = config.quant.align == "off" and config.quant.scheme in ("w4a16", "w4a8")
-    if far and actor.loss != "reinforce" and (from_rollout or config.rollout_correction.bypass_mode):
+    if (
+        far
+        and actor.loss != "reinforce"
+        and (from_rollout or config.rollout_correction.bypass_mode)
+    ):
         yield UserError(
             "the ratio of the loss contains the mismatch of 4-bit rollouts",
             where="actor.old_log_probs" if from_rollout else "rollout_correction.bypass_mode",

@@ -114,7 +114,9 @@ def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str]) -> Probl
     else:
         reason = error["msg"].replace("Input should be ", "must be ")
         reason = reason[:1].lower() + reason[1:]
-        fix = error.get("ctx", {}).get("fix", f"correct the value; `qarl train --help {plain_key}` describes the key")
+        fix = error.get("ctx", {}).get(
+            "fix", f"correct the value; `qarl train --help {plain_key}` describes the key"
+        )
     return Problem(key, value, reason, fix, about=descriptions.get(plain_key))
 
 
@@ -125,7 +127,9 @@ def _unknown(key: str, known: Mapping[str, str]) -> tuple[str, str]:
     section = key.rpartition(".")[0]
     names = [path for path in known if path.rpartition(".")[0] == section]
     guess = nearest_key(key, known)
-    listing = f" (known here: {', '.join(name.rpartition('.')[2] for name in names)})" if names else ""
+    listing = (
+        f" (known here: {', '.join(name.rpartition('.')[2] for name in names)})" if names else ""
+    )
     return "unknown key", f"did you mean {guess}?{listing}" if guess else f"remove it{listing}"
 
 

@@ -40,7 +40,9 @@ class Key:
 
 def key_table() -> dict[str, list[Key]]:
     """Return the keys by section, in order. Keys outside any section come first, under the empty name."""
-    return {"": _keys(Config)} | {name: _keys(section, f"{name}.") for name, section in sections().items()}
+    return {"": _keys(Config)} | {
+        name: _keys(section, f"{name}.") for name, section in sections().items()
+    }
 
 
 def about_section(name: str) -> list[str]:
@@ -106,7 +108,13 @@ def _keys(section: type[Section], prefix: str = "") -> list[Key]:
             continue
         unit = next((item.name for item in info.metadata if isinstance(item, Unit)), "")
         default_value = info.get_default(call_default_factory=True)
-        default = "" if info.is_required() else default_value if isinstance(default_value, str) else show(default_value)
+        default = (
+            ""
+            if info.is_required()
+            else default_value
+            if isinstance(default_value, str)
+            else show(default_value)
+        )
         meaning = " ".join((info.description or "").split())
         keys.append(Key(f"{prefix}{name}", meaning, _values(described[name]), unit, default))
     return keys

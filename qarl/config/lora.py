@@ -46,7 +46,9 @@ class LoraConfig(Section):
     """The product of A and B is multiplied by alpha / r, which must be a power of two, so that the engine's product
     B * alpha / r is exact. null means r."""
 
-    target_modules: Annotated[list[Text], BeforeValidator(as_list), Field(min_length=1)] = [ALL_LINEAR]
+    target_modules: Annotated[list[Text], BeforeValidator(as_list), Field(min_length=1)] = [
+        ALL_LINEAR
+    ]
     """Linears that get an adapter, by the last part of their name, such as [q_proj, v_proj]. `all-linear`: all but
     lm_head, routers and experts. In a mixture of experts these are mostly those of attention."""
 
@@ -57,10 +59,14 @@ class LoraConfig(Section):
             name = PEFT_NAMES.get(key, key)
             if name in REFUSED:
                 reason = f"lora.{key} is not supported: {REFUSED[name]}"
-                raise PydanticCustomError("lora", "{reason}", {"reason": reason, "fix": f"remove lora.{key}"})
+                raise PydanticCustomError(
+                    "lora", "{reason}", {"reason": reason, "fix": f"remove lora.{key}"}
+                )
             if name != key:
                 reason = f"unknown key lora.{key}"
-                raise PydanticCustomError("lora", "{reason}", {"reason": reason, "fix": f"write lora.{name}"})
+                raise PydanticCustomError(
+                    "lora", "{reason}", {"reason": reason, "fix": f"write lora.{name}"}
+                )
         return values
 
     @field_validator("r", mode="before")
@@ -81,7 +87,8 @@ class LoraConfig(Section):
             if target == ALL_LINEAR or re.fullmatch(r"\w+", target):
                 continue
             reason = (
-                f"{target} is no name: linears are chosen by the last part of their names, without dots or patterns"
+                f"{target} is no name: linears are chosen by the last part of their names, "
+                "without dots or patterns"
             )
             fix = f"list the names, such as [q_proj, v_proj], or write {ALL_LINEAR}"
             raise PydanticCustomError("target", "{reason}", {"reason": reason, "fix": fix})

@@ -25,7 +25,9 @@ class QuantConfig(Section):
     but int8 activations. `w8a8`: int8 weights and activations. `fp8`: e4m3 weights and activations. `bf16`: no
     quantization. 8-bit weights have one scale per output channel. 8-bit activations have one scale per token."""
 
-    group_size: Annotated[int, Unit("weights"), Sane(8, 4096)] = Field(default=128, ge=1, multiple_of=8)
+    group_size: Annotated[int, Unit("weights"), Sane(8, 4096)] = Field(
+        default=128, ge=1, multiple_of=8
+    )
     """Number of weights along the input dimension that share one scale; a multiple of 8. Used by w4a16 and w4a8."""
 
     ignore: Patterns = ["lm_head"]
@@ -44,7 +46,9 @@ class QuantConfig(Section):
     This is for debugging and for small machines, and is no low-bit rollout. Only `engine` supports backend=verl and
     mixtures of experts (docs/alignment.md)."""
 
-    mismatch_limit: Annotated[float | None, Unit("nats per token"), Sane(0.0, 5.0)] = Field(default=None, ge=0)
+    mismatch_limit: Annotated[float | None, Unit("nats per token"), Sane(0.0, 5.0)] = Field(
+        default=None, ge=0
+    )
     """Largest allowed mean |δ| between trainer and engine (mismatch/abs_mean). If it is exceeded before the first
     update, the run stops. Later, the run only warns. null means the default for quant.align
     (qarl/metrics/mismatch_limit.py)."""

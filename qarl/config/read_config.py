@@ -105,9 +105,13 @@ def _read_file(path: Path, raw: RawConfig) -> None:
             raw.values = _mapping(root, "", loader, path, raw)
         else:
             fix = "write keys and values, one `key: value` per line"
-            raw.problems.append(Problem(str(path), NOT_GIVEN, "the file has no keys and values", fix))
+            raw.problems.append(
+                Problem(str(path), NOT_GIVEN, "the file has no keys and values", fix)
+            )
     except (OSError, UnicodeDecodeError) as error:
-        raw.problems.append(Problem("config", str(path), f"the file cannot be read: {error}", "give a YAML file"))
+        raw.problems.append(
+            Problem("config", str(path), f"the file cannot be read: {error}", "give a YAML file")
+        )
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         fix = "correct this line, or the one before it"
@@ -115,7 +119,9 @@ def _read_file(path: Path, raw: RawConfig) -> None:
         raw.problems.append(Problem(key, NOT_GIVEN, f"not valid YAML: {explain(error)}", fix))
 
 
-def _mapping(node: yaml.MappingNode, prefix: str, loader: _Loader, path: Path, raw: RawConfig) -> dict[str, Any]:
+def _mapping(
+    node: yaml.MappingNode, prefix: str, loader: _Loader, path: Path, raw: RawConfig
+) -> dict[str, Any]:
     """Read a mapping without PyYAML's constructor, which accepts duplicate keys and does not keep line numbers."""
     values: dict[str, Any] = {}
     for key_node, value_node in node.value:
@@ -168,7 +174,13 @@ def find_config(name: str) -> tuple[Path | None, list[Path]]:
 
 def available_configs() -> list[str]:
     """Return the sorted names of configs that `config=` finds in ./configs and among the shipped configs."""
-    return sorted({path.relative_to(folder).as_posix() for folder in _folders() for path in folder.rglob("*.yaml")})
+    return sorted(
+        {
+            path.relative_to(folder).as_posix()
+            for folder in _folders()
+            for path in folder.rglob("*.yaml")
+        }
+    )
 
 
 def _folders() -> list[Path]:
@@ -180,7 +192,11 @@ def _config_path(name: str | None, problems: list[Problem]) -> Path | None:
     available = available_configs()
     listing = f"available: {', '.join(available) or 'none'}"
     if name is None:
-        problems.append(Problem("config", NOT_GIVEN, "a run needs a config file", f"add config=NAME.yaml; {listing}"))
+        problems.append(
+            Problem(
+                "config", NOT_GIVEN, "a run needs a config file", f"add config=NAME.yaml; {listing}"
+            )
+        )
         return None
     path, tried = find_config(name)
     if path is None:
@@ -195,7 +211,9 @@ def _split_arguments(argv: Sequence[str], problems: list[Problem]) -> dict[str, 
         key, equals, text = _of_run_folder(argument).partition("=")
         if not equals or not all(re.fullmatch(r"\w+", part) for part in key.split(".")):
             fix = "write key=value, for example config=quickstart.yaml or quant.scheme=bf16; --help describes the keys"
-            problems.append(Problem(argument, NOT_GIVEN, "not of the form key=value", fix, COMMAND_LINE))
+            problems.append(
+                Problem(argument, NOT_GIVEN, "not of the form key=value", fix, COMMAND_LINE)
+            )
         elif key in arguments:
             reason = f"given twice on the command line: {arguments[key]}, then {text}"
             problems.append(Problem(key, text, reason, "keep one of them", COMMAND_LINE))

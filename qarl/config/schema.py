@@ -28,7 +28,17 @@ from qarl.config.lora import LoraConfig
 from qarl.config.optim import OptimConfig
 from qarl.config.quant import QuantConfig
 from qarl.config.read_config import dump
-from qarl.config.types import Dotted, PathList, PathText, RewardName, Sane, Section, Text, Unit, as_list
+from qarl.config.types import (
+    Dotted,
+    PathList,
+    PathText,
+    RewardName,
+    Sane,
+    Section,
+    Text,
+    Unit,
+    as_list,
+)
 from qarl.config.unused_keys import problems as unread_problems
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -98,7 +108,9 @@ class RewardConfig(Section):
     function: RewardName = "arithmetic"
     """`arithmetic`, `math_verify`, or your own function: `module:function` or `path/to/file.py:function`."""
 
-    timeout_s: Annotated[float | None, Unit("seconds"), Sane(0.01, 3600)] = Field(default=60.0, gt=0, le=86_400)
+    timeout_s: Annotated[float | None, Unit("seconds"), Sane(0.01, 3600)] = Field(
+        default=60.0, gt=0, le=86_400
+    )
     """Time limit for scoring one response; exceeding it is an error. null means no limit."""
 
     keep_special_tokens: bool = False
@@ -150,7 +162,9 @@ class RolloutConfig(Section):
     gpu_memory_utilization: Annotated[float, Sane(0.01, 0.97)] = Field(default=0.5, gt=0, le=1)
     """Fraction of the GPU's memory that vLLM may use, including its weights. The trainer needs the rest. CUDA only."""
 
-    cpu_kvcache_space_gib: Annotated[float, Unit("GiB"), Sane(1 / 1024, 4096)] = Field(default=1.0, gt=0, le=2**20)
+    cpu_kvcache_space_gib: Annotated[float, Unit("GiB"), Sane(1 / 1024, 4096)] = Field(
+        default=1.0, gt=0, le=2**20
+    )
     """Size of vLLM's KV cache in GiB. CPU only."""
 
     enforce_eager: bool | None = None
@@ -211,7 +225,9 @@ class TrainerConfig(Section):
     """Maximum number of prompts per evaluation; null means all. The first prompts of val_files are used. With
     backend=verl and data.shuffle, random prompts are used, the same in every evaluation."""
 
-    logger: Annotated[list[Literal["console", "tensorboard", "wandb"]], BeforeValidator(as_list)] = ["console"]
+    logger: Annotated[
+        list[Literal["console", "tensorboard", "wandb"]], BeforeValidator(as_list)
+    ] = ["console"]
     """Where to log metrics. They are always written to metrics.jsonl in the run folder, too."""
 
     plots: bool = True
@@ -253,7 +269,9 @@ class TrainerConfig(Section):
     def _positive_or_never(cls, count: float, info: ValidationInfo) -> float:
         if count <= 0 and count != -1:
             unit = "minutes" if info.field_name == "save_minutes" else "steps"
-            raise PydanticCustomError("freq", f"{count:g} is not a number of {unit}", {"fix": "write -1 for never"})
+            raise PydanticCustomError(
+                "freq", f"{count:g} is not a number of {unit}", {"fix": "write -1 for never"}
+            )
         return count
 
 
@@ -312,7 +330,11 @@ class Config(Section):
 def sections() -> dict[str, type[Section]]:
     """Return the sections of a config by name, in order."""
     types = {name: info.annotation for name, info in Config.model_fields.items()}
-    return {name: kind for name, kind in types.items() if isinstance(kind, type) and issubclass(kind, Section)}
+    return {
+        name: kind
+        for name, kind in types.items()
+        if isinstance(kind, type) and issubclass(kind, Section)
+    }
 
 
 def flat_values(values: Mapping[str, Any], bad_keys: set[str]) -> dict[str, Any]:

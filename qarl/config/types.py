@@ -68,9 +68,13 @@ def good_patterns(patterns: list[str]) -> list[str]:
     """Return `patterns`; raise an error if one is not a valid regular expression."""
     for pattern in patterns:
         try:
-            re.compile(pattern.removeprefix(REGEX_PREFIX) if pattern.startswith(REGEX_PREFIX) else "")
+            re.compile(
+                pattern.removeprefix(REGEX_PREFIX) if pattern.startswith(REGEX_PREFIX) else ""
+            )
         except re.error as error:
-            raise PydanticCustomError("pattern", f"{pattern} is not a regular expression: {error}") from error
+            raise PydanticCustomError(
+                "pattern", f"{pattern} is not a regular expression: {error}"
+            ) from error
     return patterns
 
 
@@ -83,7 +87,9 @@ Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 PathText = Annotated[Text, _words("path")]
 PathList = Annotated[list[PathText], BeforeValidator(as_list)]
 Patterns = Annotated[
-    list[Annotated[Text, _words("module names or patterns")]], BeforeValidator(as_list), AfterValidator(good_patterns)
+    list[Annotated[Text, _words("module names or patterns")]],
+    BeforeValidator(as_list),
+    AfterValidator(good_patterns),
 ]
 RewardName = Annotated[Text, _words("name of a function"), AfterValidator(reward_name)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]

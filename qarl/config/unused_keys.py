@@ -59,10 +59,17 @@ RULES = (
     _if("actor.use_dynamic_bsz", (False,), *_SIZES),
     _if("actor.use_dynamic_bsz", (True,), *_TOKENS),
     _if(
-        _IS, get_args(Level), *(f"{_IS}_{name}" for name in ("mode", "threshold", "threshold_lower", "batch_normalize"))
+        _IS,
+        get_args(Level),
+        *(f"{_IS}_{name}" for name in ("mode", "threshold", "threshold_lower", "batch_normalize")),
     ),
     _if(f"{_IS}_mode", ("clip", "icepop"), f"{_IS}_threshold_lower"),
-    Rule(_RS, bool, f"set {_RS}", tuple(f"{_RS}_{name}" for name in ("threshold", "threshold_lower", "ratio"))),
+    Rule(
+        _RS,
+        bool,
+        f"set {_RS}",
+        tuple(f"{_RS}_{name}" for name in ("threshold", "threshold_lower", "ratio")),
+    ),
     _if("actor.loss", _ADVANTAGES, "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"),
     _if("algorithm.adv_estimator", ("grpo", "dr_grpo"), "algorithm.norm_adv_by_std_in_grpo"),
     _if("trainer.resume_mode", ("resume_path",), "trainer.resume_from_path"),
@@ -89,7 +96,9 @@ def notes(config: Config) -> list[str]:
             of_rule, _, decider = rule.decider.partition(".")
             value = getattr(getattr(config, of_rule), decider)
             if not rule.reads(value):
-                sentences.append(f"{key} has no effect with {rule.decider}={value}; {rule.fix} to give it one")
+                sentences.append(
+                    f"{key} has no effect with {rule.decider}={value}; {rule.fix} to give it one"
+                )
                 break
     return sentences
 
@@ -128,7 +137,9 @@ def problems(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Pro
     ]
 
 
-def dropped(values: Mapping[str, Any], defaults: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
+def dropped(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], sources: Mapping[str, str]
+) -> list[str]:
     """Return the unread keys that a file sets and that an argument of the command line switches off."""
 
     def decides(decider: str, key: str) -> bool:

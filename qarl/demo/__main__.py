@@ -49,11 +49,17 @@ def _main(argv: list[str]) -> int:
     demo = DEMOS[names[0]]
     overrides = [word for word in argv if "=" in word]
     apart = set.symmetric_difference(*map(set, demo.arms)) if len(demo.arms) > 1 else set()
-    if taken := {word.partition("=")[0] for word in apart} & {word.partition("=")[0] for word in overrides}:
+    if taken := {word.partition("=")[0] for word in apart} & {
+        word.partition("=")[0] for word in overrides
+    }:
         fix = f"leave out {', '.join(sorted(taken))}, or run both with qarl train"
-        raise UserError("the two runs of this demo would be the same", where="command line", fix=fix)
+        raise UserError(
+            "the two runs of this demo would be the same", where="command line", fix=fix
+        )
     arms = [[f"config={demo.config}", *overridden(arm, overrides)] for arm in demo.arms]
-    configs = [load_config(arguments) for arguments in arms]  # a wrong argument is refused before the model is made
+    configs = [
+        load_config(arguments) for arguments in arms
+    ]  # a wrong argument is refused before the model is made
     if not configs[0].dry_run:
         limit_threads(configs[0].trainer.num_threads)
         from qarl.demo.tiny_model import TASKS, Recipe, make_missing
@@ -68,7 +74,9 @@ def _main(argv: list[str]) -> int:
         from qarl.report.page import write_comparison
 
         page = configs[0].run_dir.parent / f"{names[0]}.html"
-        print(f"\nboth runs on one page: {write_comparison([config.run_dir for config in configs], page)}")
+        print(
+            f"\nboth runs on one page: {write_comparison([config.run_dir for config in configs], page)}"
+        )
     return 0
 
 

@@ -67,7 +67,9 @@ def make_own(request: WarmStart) -> Path:
     make_missing(recipe)
     config = Path(f"{task.name}.yaml")
     if not config.exists():
-        config.write_text(dump(run_values(request.file, recipe, prompt_length, response_length)), encoding="utf-8")
+        config.write_text(
+            dump(run_values(request.file, recipe, prompt_length, response_length)), encoding="utf-8"
+        )
     return config
 
 
@@ -76,7 +78,9 @@ def load_task(request: WarmStart) -> Task:
     if not re.fullmatch(NAME, request.file.stem):
         why = "the task has the name of its file, and so have its model, data, config and run"
         fix = "rename the file; letters, digits, '.', '_' and '-' are allowed"
-        raise UserError(f"{request.file.stem!r} cannot name a run", where=str(request.file), why=why, fix=fix)
+        raise UserError(
+            f"{request.file.stem!r} cannot name a run", where=str(request.file), why=why, fix=fix
+        )
     module = load_module(str(request.file), where="the task's file")
     if missing := [name for name in FUNCTIONS if not callable(getattr(module, name, None))]:
         fix = f"define {', '.join(FUNCTIONS)}; docs/own_task.md has an example"
@@ -91,21 +95,31 @@ def load_task(request: WarmStart) -> Task:
     except Exception as error:  # the user's code runs and may raise anything
         why = f"{type(error).__name__}: {error}"
         fix = "let draw return a value that can be hashed, and prompt and answer take it"
-        raise UserError("the task fails on its first problem", where=str(request.file), why=why, fix=fix) from error
+        raise UserError(
+            "the task fails on its first problem", where=str(request.file), why=why, fix=fix
+        ) from error
     if not all(isinstance(text, str) and text for text in texts):
         fix = "let prompt and answer return text that is not empty"
-        raise UserError("prompt or answer is no text", where=str(request.file), why=f"{texts!r:.200}", fix=fix)
+        raise UserError(
+            "prompt or answer is no text", where=str(request.file), why=f"{texts!r:.200}", fix=fix
+        )
     try:
         responses = (texts[1], "", "\N{REPLACEMENT CHARACTER}?")  # a model may write anything
-        score, *_ = [float(module.reward(task.name, response, truth(problem), {})) for response in responses]
+        score, *_ = [
+            float(module.reward(task.name, response, truth(problem), {})) for response in responses
+        ]
     except Exception as error:  # the user's code runs and may raise anything
         why = f"{type(error).__name__}: {error}"
         fix = "let reward also score an empty or a garbled response"
-        raise UserError("the task fails on its first problem", where=str(request.file), why=why, fix=fix) from error
+        raise UserError(
+            "the task fails on its first problem", where=str(request.file), why=why, fix=fix
+        ) from error
     if score <= 0:
         why = f"reward gives {score} for {texts[1]!r:.100}, and the ground truth is {truth(problem)!r:.100}"
         fix = "let the reward be positive for what `answer` returns, or define truth(problem)"
-        raise UserError("the task's own answer earns nothing", where=str(request.file), why=why, fix=fix)
+        raise UserError(
+            "the task's own answer earns nothing", where=str(request.file), why=why, fix=fix
+        )
     return task
 
 
@@ -114,13 +128,16 @@ def lengths(task: Task, seed: int) -> tuple[int, int]:
     rng = random.Random(f"lengths-{seed}")
     problems = [task.draw_one(rng) for _ in range(500)]
     longest = [
-        max(len(text(problem).encode()) for problem in problems) + 3 for text in (task.prompt_text, task.response_text)
+        max(len(text(problem).encode()) for problem in problems) + 3
+        for text in (task.prompt_text, task.response_text)
     ]
     prompt, response = (-(-length * 5 // 4 // 32) * 32 for length in longest)
     return prompt, response
 
 
-def run_values(file: Path, recipe: Recipe, prompt_length: int, response_length: int) -> dict[str, Any]:
+def run_values(
+    file: Path, recipe: Recipe, prompt_length: int, response_length: int
+) -> dict[str, Any]:
     """Return the values of the config."""
     template, _ = find_config(TEMPLATE)
     assert template is not None

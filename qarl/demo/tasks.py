@@ -52,7 +52,9 @@ def add_in_columns(a: int, b: int) -> str:
 
 def add_one_by_one(numbers: tuple[int, ...]) -> str:
     sums = [sum(numbers[:count]) for count in range(1, len(numbers))]
-    return " ".join(add_in_columns(total, number) for total, number in zip(sums, numbers[1:], strict=True))
+    return " ".join(
+        add_in_columns(total, number) for total, number in zip(sums, numbers[1:], strict=True)
+    )
 
 
 def insert_one_by_one(letters: str) -> str:

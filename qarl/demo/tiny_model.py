@@ -145,7 +145,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast, experts: int = 0) -> Model:
     if not experts:
         return Qwen3ForCausalLM(Qwen3Config(**sizes))
     # The two experts of a token are together as wide as the dense model's MLP.
-    sizes |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True}
+    sizes |= {
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 192,
+        "norm_topk_prob": True,
+    }
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
 
 
@@ -154,8 +159,12 @@ def make_batch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and next-token labels, both int64 [len(problems), T], padded on the right; labels cover responses only."""
     messages = [[{"role": "user", "content": task.prompt_text(problem)}] for problem in problems]
-    prompts: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    responses = tokenizer([task.response_text(problem) + tokenizer.eos_token for problem in problems])["input_ids"]
+    prompts: Any = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    responses = tokenizer(
+        [task.response_text(problem) + tokenizer.eos_token for problem in problems]
+    )["input_ids"]
     width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
     tokens = torch.full((len(problems), width), tokenizer.pad_token_id)
     labels = torch.full((len(problems), width), IGNORE_INDEX)
@@ -178,7 +187,9 @@ def check_accuracy(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> fl
     return ((predicted == labels) | (labels == IGNORE_INDEX)).all(dim=1).float().mean().item()
 
 
-def warm_start(model: Model, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, exclude: set[Problem]) -> int:
+def warm_start(
+    model: Model, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, exclude: set[Problem]
+) -> int:
     """Trains `model` in place until the check reaches `recipe.target`; returns the steps taken."""
     rng = random.Random(recipe.seed)
     task = recipe.task
@@ -190,10 +201,15 @@ def warm_start(model: Model, tokenizer: PreTrainedTokenizerFast, recipe: Recipe,
     others = [p for p in model.parameters() if id(p) not in in_blocks]
     adamw = torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0)
     optimizers: list[tuple[torch.optim.Optimizer, float]] = [
-        (torch.optim.Muon([p for p in matrices if p.ndim == 2], lr=MUON_LR, weight_decay=0.0), MUON_LR),
+        (
+            torch.optim.Muon([p for p in matrices if p.ndim == 2], lr=MUON_LR, weight_decay=0.0),
+            MUON_LR,
+        ),
         (adamw, ADAMW_LR),
     ]
-    if stacks := [p for p in matrices if p.ndim == 3]:  # of experts, which torch's Muon does not take
+    if stacks := [
+        p for p in matrices if p.ndim == 3
+    ]:  # of experts, which torch's Muon does not take
         from muon import SingleDeviceMuon
 
         optimizers.append((SingleDeviceMuon(stacks, lr=MUON_LR, weight_decay=0.0), MUON_LR))
@@ -218,7 +234,10 @@ def warm_start(model: Model, tokenizer: PreTrainedTokenizerFast, recipe: Recipe,
         if step % 10 == 0 or accuracy >= recipe.target:
             elapsed = time.monotonic() - started
             measured = "not yet measured" if math.isnan(accuracy) else f"{accuracy:.1%}"
-            print(f"step {step:4d}  loss {loss.item():.4f}  greedy {measured}  {elapsed:5.1f} s", flush=True)
+            print(
+                f"step {step:4d}  loss {loss.item():.4f}  greedy {measured}  {elapsed:5.1f} s",
+                flush=True,
+            )
         if accuracy >= recipe.target:
             return step
     return recipe.steps
@@ -247,22 +266,35 @@ def make(recipe: Recipe) -> None:
     task = recipe.task
     tokenizer = make_tokenizer(recipe.positions)
     model = make_model(tokenizer, recipe.experts)
-    problems = task.draw(recipe.train_size + recipe.test_size, random.Random(f"data-{recipe.seed}"), set())
+    problems = task.draw(
+        recipe.train_size + recipe.test_size, random.Random(f"data-{recipe.seed}"), set()
+    )
     train = problems[: recipe.train_size]
     test = problems[recipe.train_size :]
     num_parameters = sum(p.numel() for p in model.parameters())
-    print(f"warm start: {num_parameters} parameters, to {recipe.target:.0%} in {recipe.steps} steps at most")
+    print(
+        f"warm start: {num_parameters} parameters, to {recipe.target:.0%} in {recipe.steps} steps at most"
+    )
     steps = warm_start(model, tokenizer, recipe, exclude=set(problems))
 
     model = model.bfloat16().eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(HEAD_SCALE)
     model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=True,
+        temperature=1.0,
     )
     greedy = check_accuracy(model, make_batch(tokenizer, test, task))
-    print(f"greedy answers right to the letter, of {len(test)} test problems, BF16 weights: {greedy:.1%}")
-    record = {"settings": recipe.settings(OF_MODEL), "steps": steps, "num_parameters": num_parameters}
+    print(
+        f"greedy answers right to the letter, of {len(test)} test problems, BF16 weights: {greedy:.1%}"
+    )
+    record = {
+        "settings": recipe.settings(OF_MODEL),
+        "steps": steps,
+        "num_parameters": num_parameters,
+    }
     record |= {"greedy_accuracy": greedy}
     for target in (recipe.output, recipe.data):
         with whole_folder(target) as new:
@@ -277,12 +309,16 @@ def make(recipe: Recipe) -> None:
 
 def make_missing(recipe: Recipe) -> None:
     """Make model and data, unless they were made of the same recipe. Raise UserError if a folder has other files."""
-    if is_made(recipe.output, recipe.settings(OF_MODEL)) and is_made(recipe.data, recipe.settings(OF_DATA)):
+    if is_made(recipe.output, recipe.settings(OF_MODEL)) and is_made(
+        recipe.data, recipe.settings(OF_DATA)
+    ):
         print(f"{recipe.output} and {recipe.data} are up to date")
         return
     for folder in (recipe.output, recipe.data):
         if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).exists():
             what = f"will not replace {folder}, which this program did not write"
-            raise UserError(what, why=f"it has no {RECORD}", fix="remove it yourself, or name another folder")
+            raise UserError(
+                what, why=f"it has no {RECORD}", fix="remove it yourself, or name another folder"
+            )
     make(recipe)
     print(f"wrote {recipe.output} and {recipe.data}")

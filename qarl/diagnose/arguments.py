@@ -27,4 +27,6 @@ def calibrate_request(words: Sequence[str]) -> tuple[CalibrateRequest, list[str]
     """Return the request, and the words that are the config's. Raise UserError if a value is wrong."""
     names = {field.name for field in fields(CalibrateRequest)}
     own = [word for word in words if word.partition("=")[0] in names]
-    return read_request(CalibrateRequest, own, example=EXAMPLE), [word for word in words if word not in own]
+    return read_request(CalibrateRequest, own, example=EXAMPLE), [
+        word for word in words if word not in own
+    ]

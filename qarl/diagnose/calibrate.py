@@ -90,18 +90,38 @@ def _bounded_exp(log_r: torch.Tensor) -> torch.Tensor:
     return log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
 
 
-def _weight(level: str, statistic: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], paper: float | None) -> Rule:
+def _weight(
+    level: str, statistic: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], paper: float | None
+) -> Rule:
     keys = {"rollout_correction.rollout_is": level}
     of = "tokens" if level == "token" else "responses"
-    return Rule(f"weight, {level}", keys, "rollout_correction.rollout_is_threshold", of, statistic, 1.0, paper)
+    return Rule(
+        f"weight, {level}",
+        keys,
+        "rollout_correction.rollout_is_threshold",
+        of,
+        statistic,
+        1.0,
+        paper,
+    )
 
 
 def _rejection(
-    option: str, statistic: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], paper: float | None = None
+    option: str,
+    statistic: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    paper: float | None = None,
 ) -> Rule:
     of = "tokens" if option.startswith("token") else "responses"
     keys = {"rollout_correction.rollout_rs": option}
-    return Rule(f"rejection, {option}", keys, "rollout_correction.rollout_rs_threshold", of, statistic, LEAST, paper)
+    return Rule(
+        f"rejection, {option}",
+        keys,
+        "rollout_correction.rollout_rs_threshold",
+        of,
+        statistic,
+        LEAST,
+        paper,
+    )
 
 
 RULES = (
@@ -150,7 +170,8 @@ def numbered_prompts(batches: Sequence[Batch]) -> Sampled:
     prompts = []
     for batch in batches:
         texts = [
-            tuple(row[:length].tolist()) for row, length in zip(batch.input_ids, batch.prompt_lengths, strict=True)
+            tuple(row[:length].tolist())
+            for row, length in zip(batch.input_ids, batch.prompt_lengths, strict=True)
         ]
         prompts.append(torch.tensor([numbers.setdefault(text, len(numbers)) for text in texts]))
     return Sampled(batches, prompts)
@@ -163,7 +184,9 @@ def sample_of(rule: Rule, log_probs: Sequence[torch.Tensor], sampled: Sampled) -
     for batch, numbers, own in zip(sampled.batches, sampled.prompts, log_probs, strict=True):
         mask = batch.response_mask.cpu()
         rollout = batch.rollout_log_probs.cpu()
-        log_r = torch.where(mask, own.cpu() - rollout, 0.0).double().clamp(-SAFETY_BOUND, SAFETY_BOUND)
+        log_r = (
+            torch.where(mask, own.cpu() - rollout, 0.0).double().clamp(-SAFETY_BOUND, SAFETY_BOUND)
+        )
         measured = rule.statistic(log_r, mask)
         if rule.of == "tokens":
             prompts.append(numbers[:, None].expand_as(mask)[mask])
@@ -175,7 +198,9 @@ def sample_of(rule: Rule, log_probs: Sequence[torch.Tensor], sampled: Sampled) -
     return Sample(torch.cat(values).numpy(), torch.cat(prompts).numpy())
 
 
-def threshold_row(rule: Rule, sample: Sample, reference: Sample, config: Config, share: float) -> dict[str, Any]:
+def threshold_row(
+    rule: Rule, sample: Sample, reference: Sample, config: Config, share: float
+) -> dict[str, Any]:
     """Return the report of one rule: the proposed threshold, or why there is none, and what the paper's loses."""
     row: dict[str, Any] = {
         "name": rule.name,
@@ -186,13 +211,20 @@ def threshold_row(rule: Rule, sample: Sample, reference: Sample, config: Config,
     if isinstance(proposal, str):
         row["none"] = proposal
     elif proposal.value < rule.least:
-        row["none"] = f"{1 - share:.0%} of the {rule.of} are below {rule.least:g}, the smallest threshold"
+        row["none"] = (
+            f"{1 - share:.0%} of the {rule.of} are below {rule.least:g}, the smallest threshold"
+        )
     else:
         row |= {"keys": dict(rule.keys) | {rule.key: proposal.value}, **proposal.as_dict()}
         row["reference_loses"] = share_above(reference, proposal.value).share
     if rule.paper is not None:
         lost = share_above(sample, rule.paper)
-        row["paper"] = {"value": rule.paper, "loses": lost.share, "low": lost.low, "high": lost.high}
+        row["paper"] = {
+            "value": rule.paper,
+            "loses": lost.share,
+            "low": lost.low,
+            "high": lost.high,
+        }
     return row
 
 
@@ -220,13 +252,19 @@ def band_rows(updates: Sequence[Update], actor: Any, share: float) -> list[dict[
     two_sided = actor.positive_band == "two_sided"
     edges = [("seq_clip_ratio_high", 1, 1, share / 2 if two_sided else share)]
     edges += [("seq_clip_ratio_low", 1, -1, share / 2)] if two_sided else []
-    edges += [("neg_seq_clip_ratio_low", -1, -1, share / 2), ("neg_seq_clip_ratio_high", -1, 1, share / 2)]
+    edges += [
+        ("neg_seq_clip_ratio_low", -1, -1, share / 2),
+        ("neg_seq_clip_ratio_high", -1, 1, share / 2),
+    ]
     rows = []
     for name, sign, side, allowed in edges:
         chosen = advantage * sign > 0
         sample = Sample((side * deviation[chosen]).double().numpy(), prompts[chosen].numpy())
         proposal = propose(sample, allowed)
-        row: dict[str, Any] = {"name": f"TBPO's {name}", "of": f"responses with A {'>' if sign > 0 else '<'} 0"}
+        row: dict[str, Any] = {
+            "name": f"TBPO's {name}",
+            "of": f"responses with A {'>' if sign > 0 else '<'} 0",
+        }
         if isinstance(proposal, str):
             row["none"] = proposal
         elif proposal.value < LEAST:
@@ -236,14 +274,23 @@ def band_rows(updates: Sequence[Update], actor: Any, share: float) -> list[dict[
         if len(sample.values):
             configured = getattr(actor, name)
             lost = share_above(sample, configured)
-            row["configured"] = {"value": configured, "loses": lost.share, "low": lost.low, "high": lost.high}
+            row["configured"] = {
+                "value": configured,
+                "loses": lost.share,
+                "low": lost.low,
+                "high": lost.high,
+            }
         rows.append(row)
     return rows
 
 
-def measure_updates(trainer: LocalTrainer, sampled: Sampled, old: Sequence[torch.Tensor]) -> list[Update]:
+def measure_updates(
+    trainer: LocalTrainer, sampled: Sampled, old: Sequence[torch.Tensor]
+) -> list[Update]:
     """Take a first training step on each batch, from the sampled weights, and return the ratios after each update."""
-    trained = [parameter for parameter in trainer.policy.model.parameters() if parameter.requires_grad]
+    trained = [
+        parameter for parameter in trainer.policy.model.parameters() if parameter.requires_grad
+    ]
     start = [parameter.detach().clone() for parameter in trained]
     size = trainer.config.actor.ppo_mini_batch_size * trainer.config.rollout.n
     updates = []
@@ -253,7 +300,11 @@ def measure_updates(trainer: LocalTrainer, sampled: Sampled, old: Sequence[torch
                 parameter.copy_(value)
         requantize(trainer.policy.model)
         trainer.replace_policy(trainer.policy)
-        parts = [part for _ in range(trainer.config.actor.ppo_epochs) for part in batch.micro_batches(size)]
+        parts = [
+            part
+            for _ in range(trainer.config.actor.ppo_epochs)
+            for part in batch.micro_batches(size)
+        ]
         for number, part in enumerate(parts):
             _, new = trainer.backward(batch, before, part.start, part.stop)
             if number:
@@ -263,11 +314,18 @@ def measure_updates(trainer: LocalTrainer, sampled: Sampled, old: Sequence[torch
     return updates
 
 
-def _ratios(batch: Batch, rows: slice, new: torch.Tensor, old: torch.Tensor, prompts: torch.Tensor) -> Update:
+def _ratios(
+    batch: Batch, rows: slice, new: torch.Tensor, old: torch.Tensor, prompts: torch.Tensor
+) -> Update:
     mask = batch.response_mask[rows]
     filled = mask.any(1).cpu()
     log_r = _mean(torch.where(mask, new - old[rows], 0.0), mask)
-    columns = (log_r.double().expm1().cpu(), batch.advantages[rows].cpu(), mask.sum(1).cpu(), prompts[rows])
+    columns = (
+        log_r.double().expm1().cpu(),
+        batch.advantages[rows].cpu(),
+        mask.sum(1).cpu(),
+        prompts[rows],
+    )
     return Update(*(column[filled] for column in columns))
 
 
@@ -277,7 +335,9 @@ def calibrate(config: Config, request: CalibrateRequest) -> dict[str, Any]:
     parts = prepare_run(config)
     trainer = LocalTrainer(config, parts)
     with trainer.engine:
-        sampled = numbered_prompts([_sample(trainer, number, request.batches) for number in range(request.batches)])
+        sampled = numbered_prompts(
+            [_sample(trainer, number, request.batches) for number in range(request.batches)]
+        )
     others = [level for level in dict.fromkeys((config.quant.align, *LEVELS)) if level != REFERENCE]
     log_probs = {level: _log_probs(trainer, level, sampled) for level in (*others, REFERENCE)}
     report: dict[str, Any] = {
@@ -292,7 +352,8 @@ def calibrate(config: Config, request: CalibrateRequest) -> dict[str, Any]:
         "share": request.share,
     }
     report["levels"] = {
-        level: _level(own, log_probs[REFERENCE], sampled, config, request.share) for level, own in log_probs.items()
+        level: _level(own, log_probs[REFERENCE], sampled, config, request.share)
+        for level, own in log_probs.items()
     }
     report["bands"] = _bands(trainer, sampled, log_probs[REFERENCE], request.share)
     print(as_text(report))
@@ -318,17 +379,28 @@ def _log_probs(trainer: LocalTrainer, level: str, sampled: Sampled) -> list[torc
 
 
 def _level(
-    own: Sequence[torch.Tensor], reference: Sequence[torch.Tensor], sampled: Sampled, config: Config, share: float
+    own: Sequence[torch.Tensor],
+    reference: Sequence[torch.Tensor],
+    sampled: Sampled,
+    config: Config,
+    share: float,
 ) -> dict[str, Any]:
     """Return the report of one level."""
     whole = [
-        torch.cat([part[batch.response_mask].cpu() for part, batch in zip(parts, sampled.batches, strict=True)])
+        torch.cat(
+            [
+                part[batch.response_mask].cpu()
+                for part, batch in zip(parts, sampled.batches, strict=True)
+            ]
+        )
         for parts in (own, [batch.rollout_log_probs for batch in sampled.batches])
     ]
     mismatch = mismatch_metrics(whole[0][None], whole[1][None], torch.ones(1, len(whole[0])))
     names = ("abs_mean", "abs_max", "k1", "k3")
     rows = [
-        threshold_row(rule, sample_of(rule, own, sampled), sample_of(rule, reference, sampled), config, share)
+        threshold_row(
+            rule, sample_of(rule, own, sampled), sample_of(rule, reference, sampled), config, share
+        )
         for rule in RULES
     ]
     return {"mismatch": {name: mismatch[f"mismatch/{name}"] for name in names}, "thresholds": rows}
@@ -348,7 +420,9 @@ def _bands(
     return band_rows(measure_updates(trainer, sampled, old), actor, share)
 
 
-_HEAD = "| correction | keys | 95% interval | loses | on other prompts | at exact | the paper's loses |"
+_HEAD = (
+    "| correction | keys | 95% interval | loses | on other prompts | at exact | the paper's loses |"
+)
 _BAND_HEAD = "| band | keys | 95% interval | outside | on other prompts | the configured one leaves outside |"
 
 
@@ -378,12 +452,17 @@ def as_text(report: Mapping[str, Any]) -> str:
 def _table(head: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [head, "|---" * (head.count("|") - 1) + "|"]
     for row in rows:
-        cells = [row["name"] + (" (not with this actor.loss)" if row.get("refused_with_this_loss") else "")]
+        cells = [
+            row["name"]
+            + (" (not with this actor.loss)" if row.get("refused_with_this_loss") else "")
+        ]
         if "none" in row:
             cells += [row["none"], "", "", ""]
         else:
             cells.append(" ".join(f"{key}={value}" for key, value in row["keys"].items()))
-            cells.append(f"{row['low']:.5g} to {row['high']:.5g}")  # a ratio near 1 needs five digits
+            cells.append(
+                f"{row['low']:.5g} to {row['high']:.5g}"
+            )  # a ratio near 1 needs five digits
             cells.append(f"{row['loses']:.1%} of {row['of']}")
             cells.append(f"{row['on_other_prompts']:.1%}")
         if head == _HEAD:

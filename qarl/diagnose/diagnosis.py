@@ -99,7 +99,10 @@ def split(trainer: LocalTrainer, batch: Batch) -> list[Comparison]:
 
 def summary_table(comparisons: Sequence[Comparison]) -> str:
     """Return the comparisons as a Markdown table with one row each."""
-    lines = ["| differs | level | " + " | ".join(_COLUMNS) + " | argmax flips |", "|---" * (len(_COLUMNS) + 3) + "|"]
+    lines = [
+        "| differs | level | " + " | ".join(_COLUMNS) + " | argmax flips |",
+        "|---" * (len(_COLUMNS) + 3) + "|",
+    ]
     for row in comparisons:
         cells = [f"{row.metrics[f'mismatch/{name}']:.3g}" for name in _COLUMNS.values()]
         flips = row.metrics.get("mismatch/argmax_flip_rate")
@@ -117,7 +120,9 @@ def response_table(comparison: Comparison, batch: Batch, row: int, tokenizer: An
         ours = float(comparison.log_probs[row, t])
         engines = batch.rollout_top_tokens
         flipped = engines is not None and bool(comparison.top[row, t] != engines[row, t])
-        lines.append(f"{token:>12}  {rollout:10.5f}  {ours:10.5f}  {ours - rollout:+10.2e}{'  *' if flipped else ''}")
+        lines.append(
+            f"{token:>12}  {rollout:10.5f}  {ours:10.5f}  {ours - rollout:+10.2e}{'  *' if flipped else ''}"
+        )
     return "\n".join(lines)
 
 
@@ -130,17 +135,25 @@ def diagnose(config: Config) -> dict[str, Any]:
         batch, _ = trainer.rollout(top_tokens=True)
         comparisons = split(trainer, batch)
     configured = comparisons[0]
-    delta = (configured.log_probs - batch.rollout_log_probs).abs().masked_fill(~batch.response_mask, 0)
+    delta = (
+        (configured.log_probs - batch.rollout_log_probs).abs().masked_fill(~batch.response_mask, 0)
+    )
     worst = int((delta.sum(1) / batch.response_mask.sum(1).clamp(min=1)).argmax())
     tokens = int(batch.response_mask.sum())
-    print(f"\n{config.quant.scheme}, quant.align={config.quant.align}: {len(batch)} responses, {tokens} tokens\n")
-    print(f"response {worst}, the one with the largest mean |δ| as configured (* most likely token differs)\n")
+    print(
+        f"\n{config.quant.scheme}, quant.align={config.quant.align}: {len(batch)} responses, {tokens} tokens\n"
+    )
+    print(
+        f"response {worst}, the one with the largest mean |δ| as configured (* most likely token differs)\n"
+    )
     print(response_table(configured, batch, worst, parts.tokenizer))
     print(f"\n{summary_table(comparisons)}")
     report = {
         "responses": len(batch),
         "tokens": tokens,
-        "comparisons": [{"differs": row.name, "level": row.level, **row.metrics} for row in comparisons],
+        "comparisons": [
+            {"differs": row.name, "level": row.level, **row.metrics} for row in comparisons
+        ],
     }
     write_json(config.run_dir / "diagnose.json", report)
     if not (config.run_dir / "versions.json").exists():  # no run has written them

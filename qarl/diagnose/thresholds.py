@@ -99,10 +99,14 @@ def share_above(sample: Sample, value: float) -> Share:
     counts = _by_prompt(sample.prompts, np.ones(len(above)))
     prompts = len(counts)
     total = float(counts.sum())
-    variance = float(((hits - share * counts) ** 2).sum() / total**2) * prompts / max(prompts - 1, 1)
+    variance = (
+        float(((hits - share * counts) ** 2).sum() / total**2) * prompts / max(prompts - 1, 1)
+    )
     trials = share * (1 - share) / variance if variance else float(prompts)
     centre = (share + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
-    half = Z / (1 + Z**2 / trials) * math.sqrt(share * (1 - share) / trials + Z**2 / (4 * trials**2))
+    half = (
+        Z / (1 + Z**2 / trials) * math.sqrt(share * (1 - share) / trials + Z**2 / (4 * trials**2))
+    )
     return Share(share, max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half)))
 
 
@@ -124,7 +128,9 @@ def propose(sample: Sample, share: float, *, origin: float = 0.0, seed: int = 0)
         )
     low, high = _interval(sample, share, seed)
     on_others = float(np.mean([_on_others(sample, half, share, origin) for half in (0, 1)]))
-    return Proposal(value, low, high, float(above.mean()), on_others, int(above.sum()), prompts_above)
+    return Proposal(
+        value, low, high, float(above.mean()), on_others, int(above.sum()), prompts_above
+    )
 
 
 def _on_others(sample: Sample, remainder: int, share: float, origin: float) -> float:
@@ -147,7 +153,9 @@ def _interval(sample: Sample, share: float, seed: int) -> tuple[float, float]:
     random = np.random.default_rng(seed)
     drawn = []
     for _ in range(DRAWS):
-        times = np.bincount(random.integers(len(names), size=len(names)), minlength=len(names))[prompts]
+        times = np.bincount(random.integers(len(names), size=len(names)), minlength=len(names))[
+            prompts
+        ]
         down_to = times.cumsum()
         # The largest value that, counted too, makes more than the share: what is above it is within the share.
         place = np.searchsorted(down_to, share * down_to[-1] + 1e-9, side="right")

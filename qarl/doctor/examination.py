@@ -19,7 +19,18 @@ from packaging.requirements import Requirement
 from qarl.checkpoint import storage
 from qarl.checks import registry
 from qarl.checks.bands import band_widths, narrow_bands
-from qarl.checks.check import Check, Finding, Findings, RunInputs, Status, error, examine, note, ok, warning
+from qarl.checks.check import (
+    Check,
+    Finding,
+    Findings,
+    RunInputs,
+    Status,
+    error,
+    examine,
+    note,
+    ok,
+    warning,
+)
 from qarl.checks.inputs_record import Record
 from qarl.checks.machine import Machine
 from qarl.checks.memory import checkpoint_bytes, readable
@@ -65,7 +76,9 @@ def backend(config: Config, machine: Machine) -> Findings:
         verl_config(config, on_cpu=machine.on_cpu)
         workers = config.rollout.tensor_model_parallel_size
         engines = f", {count // workers} rollout engines of {workers}"
-    yield ok(f"backend={config.backend}: {count} trainer process{'es' if count > 1 else ''}{engines}")
+    yield ok(
+        f"backend={config.backend}: {count} trainer process{'es' if count > 1 else ''}{engines}"
+    )
 
 
 def gpus(config: Config, machine: Machine) -> Findings:
@@ -82,13 +95,17 @@ def threads(config: Config, machine: Machine) -> Findings:
     cores = len(os.sched_getaffinity(0))
     workers = config.trainer.n_gpus_per_node
     share = max(1, cores // workers)
-    count = config.trainer.num_threads or (int(os.environ["OMP_NUM_THREADS"]) if workers == 1 else share)
+    count = config.trainer.num_threads or (
+        int(os.environ["OMP_NUM_THREADS"]) if workers == 1 else share
+    )
     what = f"{count} threads in each of {workers} processes on {cores} cores"
     if count * workers <= cores or (config.backend == "verl" and not machine.on_cpu):
         yield ok(what)
         return
     why = "more threads than cores wait for each other and make a step tens of times slower"
-    yield warning(what, where="trainer.num_threads", why=why, fix=f"set trainer.num_threads={share}")
+    yield warning(
+        what, where="trainer.num_threads", why=why, fix=f"set trainer.num_threads={share}"
+    )
 
 
 def supported_versions(config: Config, machine: Machine) -> Findings:
@@ -110,7 +127,9 @@ def supported_versions(config: Config, machine: Machine) -> Findings:
 
 def writable(config: Config) -> None:
     run_dir = config.run_dir
-    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
+    existing = next(
+        path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path)
+    )
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         where = str(run_dir / "config.yaml")
         fix = "set output_dir to a folder that can be written to"
@@ -128,10 +147,14 @@ def start(config: Config, read_record: Callable[[], Record]) -> Findings:
         check_free(run_dir)
         begin = find_start(config, record)
         stays = begin.stays_in(run_dir)
-        step, origin = (begin.checkpoint.step, str(begin.checkpoint.folder)) if begin.checkpoint else (0, "")
+        step, origin = (
+            (begin.checkpoint.step, str(begin.checkpoint.folder)) if begin.checkpoint else (0, "")
+        )
         for folder, problem in begin.damaged:
             fix = "replace it with a good copy, or let the run continue from the earlier checkpoint"
-            yield warning(f"{problem.what}: it will be renamed", where=str(folder), why=problem.why, fix=fix)
+            yield warning(
+                f"{problem.what}: it will be renamed", where=str(folder), why=problem.why, fix=fix
+            )
         for text in begin.notes:
             yield note(text, fix="nothing to do, if that is what you want")
     moves = not stays and storage.holds_a_run(run_dir)
@@ -155,7 +178,9 @@ def space(config: Config, size: ModelSize) -> Findings:
     saves = -(-trainer.total_training_steps // trainer.save_freq) if trainer.save_freq > 0 else 0
     if trainer.save_final and verl:
         saves = max(saves, 1)  # the export is made from a checkpoint
-    if keep is not None:  # verl deletes an old checkpoint before the new one; the local backend, when that is complete
+    if (
+        keep is not None
+    ):  # verl deletes an old checkpoint before the new one; the local backend, when that is complete
         saves = min(saves, keep if verl else keep + 1)
     export = sizes["export"] if trainer.save_final else 0
     needed = export + saves * sizes["resumable"]
@@ -164,8 +189,14 @@ def space(config: Config, size: ModelSize) -> Findings:
         f"checkpoints of {readable(sizes['resumable'])} each"
     )
     fix = "free some space, set output_dir to another disk, or lower trainer.max_ckpt_to_keep"
-    by_time = 2 * sizes["resumable"] if trainer.save_minutes > 0 and trainer.total_training_steps > 2 else 0
-    status: Status = "error" if free < needed else "warning" if free < needed + max(needed, by_time) else "ok"
+    by_time = (
+        2 * sizes["resumable"]
+        if trainer.save_minutes > 0 and trainer.total_training_steps > 2
+        else 0
+    )
+    status: Status = (
+        "error" if free < needed else "warning" if free < needed + max(needed, by_time) else "ok"
+    )
     yield Finding(status, what, where=str(existing), fix=fix)
 
 
@@ -183,7 +214,17 @@ MACHINE_CHECKS = (
 
 
 TOPICS = (
-    *("values", "backend", "machine", "packages", "model", "weights", "ignore list", "layer sizes", "kernels"),
+    *(
+        "values",
+        "backend",
+        "machine",
+        "packages",
+        "model",
+        "weights",
+        "ignore list",
+        "layer sizes",
+        "kernels",
+    ),
     *("published tensors", "memory", "disk", "data", "loss"),
 )
 CHECKS = (*registry.CHECKS, *MACHINE_CHECKS, *model.CHECKS)
@@ -208,7 +249,10 @@ class Report:
 
     @property
     def counts(self) -> dict[Status, int]:
-        return {status: sum(finding.status == status for finding in self.findings) for status in STATUSES}
+        return {
+            status: sum(finding.status == status for finding in self.findings)
+            for status in STATUSES
+        }
 
     @property
     def exit_code(self) -> int:
@@ -220,17 +264,27 @@ class Report:
         for topic, findings in itertools.groupby(self.findings, key=lambda finding: finding.topic):
             lines += ["", topic, *map(as_text, findings)]
         counts = ", ".join(f"{count} {status}" for status, count in self.counts.items())
-        verdict = "the run would fail" if self.exit_code else "nothing was found that would stop the run"
+        verdict = (
+            "the run would fail" if self.exit_code else "nothing was found that would stop the run"
+        )
         return "\n".join([*lines, "", f"{verdict}: {counts}"])
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types: exit code, counts, and one mapping per finding, without empty fields."""
-        findings = [{key: value for key, value in asdict(finding).items() if value} for finding in self.findings]
+        findings = [
+            {key: value for key, value in asdict(finding).items() if value}
+            for finding in self.findings
+        ]
         about = {"name": self.name, "target": self.target, "exit_code": self.exit_code}
         return {**about, "counts": self.counts, "findings": findings}
 
 
 def as_text(finding: Finding) -> str:
     told = [(label, getattr(finding, label)) for label in ("where", "why", "fix")]
-    lines = [f"  {finding.status:8} {finding.what}", *(f"{'':11}{label}: {text}" for label, text in told if text)]
-    return "\n".join([fit_terminal("\n".join(lines), _WIDTH), *(" " * 11 + line for line in finding.lines)])
+    lines = [
+        f"  {finding.status:8} {finding.what}",
+        *(f"{'':11}{label}: {text}" for label, text in told if text),
+    ]
+    return "\n".join(
+        [fit_terminal("\n".join(lines), _WIDTH), *(" " * 11 + line for line in finding.lines)]
+    )

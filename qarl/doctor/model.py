@@ -11,7 +11,17 @@ from typing import Any
 from torch import nn
 
 from qarl.checks import layers, memory
-from qarl.checks.check import Check, Finding, Findings, NotCheckedError, Status, error, note, ok, warning
+from qarl.checks.check import (
+    Check,
+    Finding,
+    Findings,
+    NotCheckedError,
+    Status,
+    error,
+    note,
+    ok,
+    warning,
+)
 from qarl.checks.exactness import exceptions
 from qarl.checks.machine import Machine
 from qarl.checks.memory import OFFLOAD, MemoryEstimate, estimate, readable
@@ -49,9 +59,16 @@ REMEDIES = {
 """Advice for the phase that needs the most memory."""
 
 
-def weights(config: Config, machine: Machine, model: nn.Module, weight_files: list[Path]) -> Findings:
+def weights(
+    config: Config, machine: Machine, model: nn.Module, weight_files: list[Path]
+) -> Findings:
     path = config.model.path
-    if not weight_files and machine.here and Path(path).is_dir() and not any(Path(path).glob("*.bin")):
+    if (
+        not weight_files
+        and machine.here
+        and Path(path).is_dir()
+        and not any(Path(path).glob("*.bin"))
+    ):
         raise cannot_load(path, "it holds neither *.safetensors nor *.bin files")
     if not weight_files:
         size = readable(2 * sum(parameter.numel() for parameter in model.parameters()))
@@ -60,12 +77,17 @@ def weights(config: Config, machine: Machine, model: nn.Module, weight_files: li
     count = compared_tensors(weight_files, model)
     if count is None:
         what = f"the tensor names in {len(weight_files)} safetensors files differ from the model's"
-        yield note(f"{what}, so shapes were not compared", fix="make sure that the files belong to this config.json")
+        yield note(
+            f"{what}, so shapes were not compared",
+            fix="make sure that the files belong to this config.json",
+        )
     else:
         yield ok(f"{count} stored tensors have the shapes that config.json says")
 
 
-def ignored_layers(config: Config, scheme: Scheme, linears: layers.Shapes, quantized: layers.Shapes) -> Findings:
+def ignored_layers(
+    config: Config, scheme: Scheme, linears: layers.Shapes, quantized: layers.Shapes
+) -> Findings:
     """Say which layers stay in BF16, and which entries of quant.ignore match no layer."""
     if not scheme.quantized:
         yield ok("scheme bf16: nothing is quantized, quant.ignore is not used")
@@ -96,43 +118,69 @@ def trainer_kernels(
 ) -> Findings:
     """Say which kernels the trainer has. On a CPU vLLM uses the same one for experts. On GPUs it has its own."""
     if config.quant.kernels == "qarl" and not machine.on_cpu and not machine.here:
-        raise NotCheckedError("QaRL's own kernels depend on the machine of the run", "run the doctor there too")
+        raise NotCheckedError(
+            "QaRL's own kernels depend on the machine of the run", "run the doctor there too"
+        )
     if not scheme.quantized or config.quant.align == "off":
-        yield ok("trainer: every layer multiplies in BF16" + (" (quant.align=off)" if scheme.quantized else ""))
+        yield ok(
+            "trainer: every layer multiplies in BF16"
+            + (" (quant.align=off)" if scheme.quantized else "")
+        )
         return
-    yield from (Finding.of(refusal) for refusal in kernels.values() if isinstance(refusal, UserError))
+    yield from (
+        Finding.of(refusal) for refusal in kernels.values() if isinstance(refusal, UserError)
+    )
     served: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name, shape in quantized.items():
         if isinstance(choice := kernels.get(shape), Choice) and not layers.of_expert(name):
             served.setdefault((choice.kernel.name, choice.passed_over), []).append(name)
     for (kernel, passed_over), names in served.items():
-        yield _kernel(machine, kernel, passed_over, f"{len(names)} layers", layer_lines(names, quantized))
+        yield _kernel(
+            machine, kernel, passed_over, f"{len(names)} layers", layer_lines(names, quantized)
+        )
     if experts_kernel is not None:
         experts = [name for name in quantized if layers.of_expert(name)]
         name = experts_kernel.kernel.name
         passed_over = experts_kernel.passed_over
         yield _kernel(
-            machine, name, passed_over, f"{len(experts)} matrices of experts", layer_lines(experts, quantized)
+            machine,
+            name,
+            passed_over,
+            f"{len(experts)} matrices of experts",
+            layer_lines(experts, quantized),
         )
 
 
-def _kernel(machine: Machine, kernel: str, passed_over: Iterable[str], served: str, lines: tuple[str, ...]) -> Finding:
+def _kernel(
+    machine: Machine, kernel: str, passed_over: Iterable[str], served: str, lines: tuple[str, ...]
+) -> Finding:
     """Return a finding on the trainer's kernel for some weights. The reference is exact, but slow."""
     what = f"trainer: {kernel} multiplies {served}"
     why = "; ".join(passed_over)
     if kernel != "reference":
         return ok(what + (f" (not {why})" if why else ""), lines=lines)
     if machine.here:
-        return warning(what, why=why, fix="expect slow steps: this machine has no faster kernel", lines=lines)
+        return warning(
+            what, why=why, fix="expect slow steps: this machine has no faster kernel", lines=lines
+        )
     what = f"not checked: which kernel of the trainer multiplies {served}"
-    return note(what, why=f"this machine lacks what {machine.name} runs", fix="run the doctor there too", lines=lines)
+    return note(
+        what,
+        why=f"this machine lacks what {machine.name} runs",
+        fix="run the doctor there too",
+        lines=lines,
+    )
 
 
-def engine_kernels(config: Config, scheme: Scheme, machine: Machine, quantized: layers.Shapes) -> Findings:
+def engine_kernels(
+    config: Config, scheme: Scheme, machine: Machine, quantized: layers.Shapes
+) -> Findings:
     if not scheme.quantized:
         return
     if not machine.here:
-        raise NotCheckedError("vLLM's choice depends on the machine of the run", "run the doctor there too")
+        raise NotCheckedError(
+            "vLLM's choice depends on the machine of the run", "run the doctor there too"
+        )
     if why_not := vllm_unusable():
         raise NotCheckedError(why_not, "make setup")
 
@@ -150,7 +198,9 @@ def engine_kernels(config: Config, scheme: Scheme, machine: Machine, quantized: 
     for fused, members in layers.fused_groups(dense).items():
         n = sum(dense[name][0] for name in members)
         k = dense[members[0]][1]
-        parts[fused] = (n, k // workers) if fused.endswith(layers.ROW_PARALLEL) else (n // workers, k)
+        parts[fused] = (
+            (n, k // workers) if fused.endswith(layers.ROW_PARALLEL) else (n // workers, k)
+        )
         answers.setdefault(asked(parts[fused], (n, k)), []).append(fused)
     for (supported, answer), names in answers.items():
         if supported:
@@ -174,7 +224,9 @@ def layer_lines(names: Sequence[str], shapes: layers.Shapes) -> tuple[str, ...]:
     return tuple(f"{name}  {list(shape)}" for shape, alike in named.items() for name in alike)
 
 
-def alignment(config: Config, level: tuple[str, tuple[str, ...]], unconfirmed: str | None, hf_config: Any) -> Findings:
+def alignment(
+    config: Config, level: tuple[str, tuple[str, ...]], unconfirmed: str | None, hf_config: Any
+) -> Findings:
     asked, (applied, reasons) = config.quant.align, level
     if reasons:
         yield warning(
@@ -183,7 +235,9 @@ def alignment(config: Config, level: tuple[str, tuple[str, ...]], unconfirmed: s
             fix=f"set quant.align={applied} if you accept that, and watch mismatch/abs_mean",
         )
     else:
-        yield ok(f"quant.align={asked} {'applies' if applied == asked else f'is {applied} on this machine'}")
+        yield ok(
+            f"quant.align={asked} {'applies' if applied == asked else f'is {applied} on this machine'}"
+        )
     for text in exceptions(config, hf_config) if applied == "exact" else ():
         yield note(text)
     if unconfirmed:
@@ -201,7 +255,9 @@ def published(config: Config, scheme: Scheme, hf_config: Any, quantized: layers.
     often = "per publish"
     if adapters := adapter_parameters(ModelSize.from_config(hf_config), config):
         often = f"at the start, and adapters of {readable(2 * adapters)} per publish"
-    yield ok(f"{len(manifest)} tensors, {readable(size)} {often}; {len(quantized_layers(manifest))} low-bit layers")
+    yield ok(
+        f"{len(manifest)} tensors, {readable(size)} {often}; {len(quantized_layers(manifest))} low-bit layers"
+    )
 
 
 def planned_memory(
@@ -213,7 +269,9 @@ def planned_memory(
 ) -> Findings:
     """Compare the memory estimate with the memory of the machine."""
     if not machine.on_cpu and machine.gpu_memory_bytes is None:
-        raise NotCheckedError("the GPU's memory is not known", "set doctor.gpu_memory_gib, for example to 80")
+        raise NotCheckedError(
+            "the GPU's memory is not known", "set doctor.gpu_memory_gib, for example to 80"
+        )
     plan = estimate(
         size,
         config,
@@ -248,7 +306,9 @@ def planned_memory(
 def compared(what: str, needed: int, limit: int, *, fix: str, lines: list[str]) -> Finding:
     """Return an error if more is needed than there is, and a warning if it is tight."""
     status: Status = "error" if needed > limit else "warning" if needed > TIGHT * limit else "ok"
-    return Finding(status, what, why="the estimate counts no fragmentation", fix=fix, lines=tuple(lines))
+    return Finding(
+        status, what, why="the estimate counts no fragmentation", fix=fix, lines=tuple(lines)
+    )
 
 
 def host_memory(plan: MemoryEstimate, limit: int | None) -> Finding:
@@ -258,7 +318,9 @@ def host_memory(plan: MemoryEstimate, limit: int | None) -> Finding:
     what = f"host memory of one machine: {readable(plan.host_total)} for tensors beside the GPUs"
     fix = "turn off verl's offloading or its KL term"
     if limit is None:
-        return note(what, fix=f"if the other machine has less, {fix}", lines=tuple(plan.host_lines()))
+        return note(
+            what, fix=f"if the other machine has less, {fix}", lines=tuple(plan.host_lines())
+        )
     what += f", of {readable(limit)} that are free"
     return compared(what, plan.host_total, limit, fix=fix, lines=plan.host_lines())
 
@@ -276,7 +338,9 @@ def kv_cache(config: Config, machine: Machine, plan: MemoryEstimate) -> Findings
     at_once = max(min(config.rollout.max_num_seqs, wanted), 1)
     each = plan.kv_tokens / at_once
     sequences = plan.kv_tokens / (prompt + longest)
-    what = f"vLLM's KV cache holds {plan.kv_tokens:,} tokens, {sequences:.1f} sequences of full length"
+    what = (
+        f"vLLM's KV cache holds {plan.kv_tokens:,} tokens, {sequences:.1f} sequences of full length"
+    )
     why = (
         f"each of {at_once} sequences at a time has room for {each:,.0f} tokens. If prompts and responses together are "
         "longer on average, vLLM preempts sequences and computes them again"
@@ -284,7 +348,12 @@ def kv_cache(config: Config, machine: Machine, plan: MemoryEstimate) -> Findings
     fix = f"raise {key} if there is memory left, or lower rollout.max_num_seqs"
     if sequences < 1:
         if not machine.on_cpu:  # a check of the run says it for CPUs
-            yield error(what, where=key, why="vLLM does not start if no full sequence fits", fix=f"raise {key}")
+            yield error(
+                what,
+                where=key,
+                why="vLLM does not start if no full sequence fits",
+                fix=f"raise {key}",
+            )
     elif each < prompt + longest:
         few = each < prompt + MEAN_RESPONSE * longest
         yield Finding("warning" if few else "note", what, where=key, why=why, fix=fix)

@@ -73,10 +73,18 @@ def settings_of(request: EvalRequest) -> Settings:
     is_run = (request.model / "config.yaml").is_file()
     if not is_run and not (request.model / "config.json").is_file():
         why = "it has neither config.yaml, as a run, nor config.json, as a model"
-        raise UserError(f"{request.model} cannot be scored", why=why, fix="give runs/NAME, or the folder of an export")
+        raise UserError(
+            f"{request.model} cannot be scored",
+            why=why,
+            fix="give runs/NAME, or the folder of an export",
+        )
     if not is_run and (request.step is not None or request.against == BF16):
         what = "step=N and against=bf16 need the folder of a run, whose checkpoints they export"
-        raise UserError(what, where=str(request.model), fix="give runs/NAME, or against=FOLDER with a BF16 model")
+        raise UserError(
+            what,
+            where=str(request.model),
+            fix="give runs/NAME, or against=FOLDER with a BF16 model",
+        )
     config = load_config([f"config={request.model / 'config.yaml'}"]) if is_run else None
     if config and config.lora.r and request.against == BF16:
         raise UserError(
@@ -97,18 +105,35 @@ def settings_of(request: EvalRequest) -> Settings:
     alien = _OF_FILES if request.tasks else _OF_TASKS
     if ignored := [name for name in alien if getattr(request, name) not in (None, False)]:
         fix = f"remove {ignored[0]}" if request.tasks else "add tasks=NAME,..."
-        raise UserError(f"{ignored[0]} has no effect {'with' if request.tasks else 'without'} tasks", fix=fix)
+        raise UserError(
+            f"{ignored[0]} has no effect {'with' if request.tasks else 'without'} tasks", fix=fix
+        )
     if request.tasks:
-        lengths = (request.max_prompt_length or TASK_LENGTHS[0], request.max_response_length or TASK_LENGTHS[1])
+        lengths = (
+            request.max_prompt_length or TASK_LENGTHS[0],
+            request.max_response_length or TASK_LENGTHS[1],
+        )
         return Settings(config, (), "", 0.0, *lengths)
-    files = tuple(request.files.split(",")) if request.files else tuple(config.data.val_files) if config else ()
+    files = (
+        tuple(request.files.split(","))
+        if request.files
+        else tuple(config.data.val_files)
+        if config
+        else ()
+    )
     if not files:
-        raise UserError("no file with prompts was named", where=str(request.model), fix="add files=test.parquet")
+        raise UserError(
+            "no file with prompts was named", where=str(request.model), fix="add files=test.parquet"
+        )
     return Settings(
         config,
         files,
         request.reward or (config.reward.function if config else "math_verify"),
-        request.temperature if request.temperature is not None else config.rollout.val_temperature if config else 0.0,
+        request.temperature
+        if request.temperature is not None
+        else config.rollout.val_temperature
+        if config
+        else 0.0,
         *lengths_of(request, config),
     )
 
@@ -118,10 +143,15 @@ def lengths_of(request: EvalRequest, config: Config | None) -> tuple[int, int]:
     `FILE_LENGTHS`, which are lowered in proportion if the model has fewer positions.
 
     Raise UserError if lengths that were given exceed the positions."""
-    folders = [request.model, *([Path(request.against)] if request.against not in (None, BF16) else [])]
+    folders = [
+        request.model,
+        *([Path(request.against)] if request.against not in (None, BF16) else []),
+    ]
     limits = [limit for folder in folders if (limit := positions_of(folder)) is not None]
     limit = min(limits, default=None)
-    usual = (config.data.max_prompt_length, config.data.max_response_length) if config else FILE_LENGTHS
+    usual = (
+        (config.data.max_prompt_length, config.data.max_response_length) if config else FILE_LENGTHS
+    )
     given = (request.max_prompt_length, request.max_response_length)
     prompt = given[0] or usual[0]
     response = given[1] or usual[1]

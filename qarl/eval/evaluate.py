@@ -58,10 +58,14 @@ def evaluate(request: EvalRequest, settings: Settings) -> str:
             if not scores:
                 warn_of_ground_truths(prompts, settings)
             for prompt in prompts:
-                samples[prompt.data_source] = max(samples.get(prompt.data_source, 1), prompt.samples or 1)
+                samples[prompt.data_source] = max(
+                    samples.get(prompt.data_source, 1), prompt.samples or 1
+                )
             with stage(what):
                 scores[label] = score_model(folder, prompts, request, settings)
-    estimates = tabulated(scores, averaged=manager is None)  # metrics of one task are no sets to average
+    estimates = tabulated(
+        scores, averaged=manager is None
+    )  # metrics of one task are no sets to average
     if request.output:
         write_json(request.output, {"samples": samples, "scores": estimates})
     return table(estimates, samples)
@@ -73,12 +77,20 @@ def folders(request: EvalRequest, stack: ExitStack) -> Iterator[tuple[str, Path]
     def exported(format: Any) -> Path:
         output = Path(stack.enter_context(tempfile.TemporaryDirectory())) / EXPORT
         trust = request.trust_remote_code
-        say(export(ExportRequest(request.model, output, step=request.step, format=format, trust_remote_code=trust)))
+        say(
+            export(
+                ExportRequest(
+                    request.model, output, step=request.step, format=format, trust_remote_code=trust
+                )
+            )
+        )
         return output
 
     if not (request.model / "config.yaml").is_file():  # not a run
         yield str(request.model), request.model
-    elif request.against == BF16 or request.step is not None or not (request.model / EXPORT).is_dir():
+    elif (
+        request.against == BF16 or request.step is not None or not (request.model / EXPORT).is_dir()
+    ):
         yield str(request.model), exported("quantized")
     else:
         yield str(request.model), request.model / EXPORT
@@ -92,13 +104,17 @@ def _prompts(request: EvalRequest, settings: Settings, folder: Path) -> list[Pro
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=request.trust_remote_code)
-    options = prompt_options(settings.config, tokenizer) if settings.config else {"tokenizer": tokenizer}
+    options = (
+        prompt_options(settings.config, tokenizer) if settings.config else {"tokenizer": tokenizer}
+    )
     options |= {"max_prompt_length": settings.max_prompt_length, "limit": request.limit}
     prompts = load_prompts(settings.files, **options)
     asked = [replace(prompt, samples=request.n or prompt.samples or 1) for prompt in prompts]
     if settings.temperature == 0 and any(prompt.samples != 1 for prompt in asked):
         fix = "add temperature=0.6, which the paper uses, or n=1"
-        raise UserError("several responses to a prompt at temperature 0 would all be the same", fix=fix)
+        raise UserError(
+            "several responses to a prompt at temperature 0 would all be the same", fix=fix
+        )
     return asked
 
 
@@ -116,7 +132,9 @@ def warn_of_ground_truths(prompts: Sequence[Prompt], settings: Settings) -> None
         say(f"warning: {refused}")
 
 
-def score_model(folder: Path, prompts: Sequence[Prompt], request: EvalRequest, settings: Settings) -> Sets:
+def score_model(
+    folder: Path, prompts: Sequence[Prompt], request: EvalRequest, settings: Settings
+) -> Sets:
     """Return the mean score of each prompt's responses, from an engine with the weights of `folder`."""
     from transformers import AutoTokenizer
 
@@ -140,7 +158,10 @@ def score_model(folder: Path, prompts: Sequence[Prompt], request: EvalRequest, s
     reward.stop()
     for row, score in zip(rows, scores, strict=True):
         grouped.setdefault(row.data_source, {}).setdefault(row.index, []).append(score)
-    return {name: {index: fmean(scores) for index, scores in rows.items()} for name, rows in grouped.items()}
+    return {
+        name: {index: fmean(scores) for index, scores in rows.items()}
+        for name, rows in grouped.items()
+    }
 
 
 def reward_of(settings: Settings) -> Reward:
@@ -159,9 +180,13 @@ def adapter_of(folder: Path) -> Adapter | None:
     return read_adapter(folder / FOLDER) if (folder / FOLDER).is_dir() else None
 
 
-def engine_of(folder: Path, request: EvalRequest, settings: Settings, adapter: Adapter | None) -> EngineConfig:
+def engine_of(
+    folder: Path, request: EvalRequest, settings: Settings, adapter: Adapter | None
+) -> EngineConfig:
     """Return the config of an engine for the weights of `folder`, as the run has it if there is one."""
-    quantization = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    quantization = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(
+        "quantization_config"
+    )
     scheme = Scheme.from_quantization_config(quantization) if quantization else get_scheme("bf16")
     more: dict[str, Any] = {}
     if adapter is not None:
@@ -191,7 +216,10 @@ def tabulated(scores: dict[str, Sets], *, averaged: bool = True) -> dict[str, di
     """Return, by set, the number of prompts, the estimate of each model, and the difference of the first two.
 
     If `averaged`, several sets have a last row, their average."""
-    columns = {label: {name: list(rows.values()) for name, rows in sets.items()} for label, sets in scores.items()}
+    columns = {
+        label: {name: list(rows.values()) for name, rows in sets.items()}
+        for label, sets in scores.items()
+    }
     estimate: dict[str, Callable[[Sequence[float]], Estimate]] = dict.fromkeys(columns, interval)
     first, *others = columns.values()
     if others:

@@ -26,7 +26,13 @@ from qarl.eval.arguments import EvalRequest
 from qarl.process import answer_for_vllm, configure_vllm_process
 from qarl.quant.meta_model import default_dtype_kept
 from qarl.rollout.adapters import servable
-from qarl.rollout.engine_config import EngineConfig, before_start, kernel_request, llm_arguments, own_kernels
+from qarl.rollout.engine_config import (
+    EngineConfig,
+    before_start,
+    kernel_request,
+    llm_arguments,
+    own_kernels,
+)
 from qarl.vllm_versions import release_engine_memory
 
 Results = Mapping[str, Any]
@@ -37,21 +43,33 @@ def find_tasks(request: EvalRequest) -> Any:
     """Return the harness's index of tasks. Raise UserError if it is not installed, has no such task or no data."""
     where = f"tasks={request.tasks}"
     if find_spec("lm_eval") is None:
-        raise UserError("lm-evaluation-harness is not installed", where=where, fix='run pip install "qarl[lm-eval]"')
+        raise UserError(
+            "lm-evaluation-harness is not installed",
+            where=where,
+            fix='run pip install "qarl[lm-eval]"',
+        )
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=request.include_path and str(request.include_path))
     for name in request.task_names:
         if name not in manager.all_tasks:
             guess = nearest(name, manager.all_tasks)
-            fix = f"did you mean {guess}?" if guess else "`lm_eval ls tasks` lists them; include_path=DIR adds your own"
+            fix = (
+                f"did you mean {guess}?"
+                if guess
+                else "`lm_eval ls tasks` lists them; include_path=DIR adds your own"
+            )
             raise UserError(f"there is no task {name!r}", where=where, fix=fix)
     try:
         manager.load(request.task_names)
-    except Exception as error:  # the loader of data sets, and code of tasks, raise whatever they like
+    except (
+        Exception
+    ) as error:  # the loader of data sets, and code of tasks, raise whatever they like
         why = f"{type(error).__name__}: {error}"
         fix = "check the network, or HF_HOME; some data sets, such as GPQA's, need an account (hf auth login)"
-        raise UserError("the data of the tasks cannot be loaded", where=where, why=why, fix=fix) from error
+        raise UserError(
+            "the data of the tasks cannot be loaded", where=where, why=why, fix=fix
+        ) from error
     return manager
 
 
@@ -81,10 +99,18 @@ def _vllm(folder: Path, config: EngineConfig, request: EvalRequest) -> Iterator[
     from lm_eval.models.vllm_causallms import VLLM
 
     model_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    positions = getattr(model_config.get_text_config(), "max_position_embeddings", config.max_model_len)
+    positions = getattr(
+        model_config.get_text_config(), "max_position_embeddings", config.max_model_len
+    )
     config = replace(config, max_model_len=min(config.max_model_len, positions))
-    arguments = llm_arguments(config, statistics=False) | {"load_format": "auto", "seed": request.seed}
-    arguments |= {"pretrained": arguments.pop("model"), "lora_local_path": config.adapters and str(folder / FOLDER)}
+    arguments = llm_arguments(config, statistics=False) | {
+        "load_format": "auto",
+        "seed": request.seed,
+    }
+    arguments |= {
+        "pretrained": arguments.pop("model"),
+        "lora_local_path": config.adapters and str(folder / FOLDER),
+    }
     if request.max_response_length:
         arguments["max_gen_toks"] = request.max_response_length
     kernels = own_kernels(kernel_request(config.kernels, config.scheme.name))
@@ -108,7 +134,11 @@ def sets_of(results: Results, asked: Sequence[str]) -> dict[str, dict[int, float
     groups = results.get("groups", {})
 
     def tasks(name: str) -> list[str]:
-        return [name] if name in samples else [task for child in children[name] for task in tasks(child)]
+        return (
+            [name]
+            if name in samples
+            else [task for child in children[name] for task in tasks(child)]
+        )
 
     sets: dict[str, dict[int, float]] = {}
     for name in (shown for word in asked for shown in ([word] if word in groups else tasks(word))):
@@ -123,7 +153,9 @@ def sets_of(results: Results, asked: Sequence[str]) -> dict[str, dict[int, float
             else:
                 say(f"{name} {key}: {said}; not in the table, because it is no mean over documents")
     if not sets:
-        raise UserError("no task has a metric that is a mean over documents", where=f"tasks={','.join(asked)}")
+        raise UserError(
+            "no task has a metric that is a mean over documents", where=f"tasks={','.join(asked)}"
+        )
     return sets
 
 

@@ -133,7 +133,9 @@ class ExpertsKernel(Kernel):
     """A kernel for layers of experts."""
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+    def unavailable(
+        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
+    ) -> str | None:
         """Return why this kernel cannot be used for experts of this scheme and shape here, or None if it can."""
         raise NotImplementedError
 
@@ -225,4 +227,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         kernel[grid](*arguments, **options)
         return
     values = [getattr(argument, "base", argument) for argument in (*arguments, *options.values())]
-    assumed.launched(str(kernel.fn.__name__), [value for value in values if isinstance(value, torch.Tensor)])
+    assumed.launched(
+        str(kernel.fn.__name__), [value for value in values if isinstance(value, torch.Tensor)]
+    )

@@ -91,7 +91,9 @@ class _Forward(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: Any
     ) -> torch.Tensor:
         ids = topk_ids.to(torch.int32).contiguous()
-        return experts.kernel.forward(x.contiguous(), topk_weights.float().contiguous(), ids, experts.prepared)
+        return experts.kernel.forward(
+            x.contiguous(), topk_weights.float().contiguous(), ids, experts.prepared
+        )
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -127,7 +129,9 @@ class _Backward(torch.autograd.Function):
         grad = grad_outputs[0][routing.token]
         grad_a = input_gradient(grad, ctx.experts.down, routing.ends)
         between = _with_triton if has_triton(x.device) else _with_pytorch
-        made = between(kernel, state, grad, grad_a, topk_weights.flatten().float(), routing.order, need_down)
+        made = between(
+            kernel, state, grad, grad_a, topk_weights.flatten().float(), routing.order, need_down
+        )
         grad_router = grad_down = grad_gate_up = grad_x = None
         if need_router:
             grad_router = made.router.view(topk_weights.shape).to(topk_weights.dtype)
@@ -157,7 +161,9 @@ def _products(kernel: Any, x: torch.Tensor, gate_up: Tensors, routing: Routing) 
     scheme = scheme_of(gate_up)
     scale: torch.Tensor | None = None
     if scheme in _EIGHT_BIT:
-        x, scale = kernel.quantize(scheme, x.contiguous())  # each token is quantized once for all its experts
+        x, scale = kernel.quantize(
+            scheme, x.contiguous()
+        )  # each token is quantized once for all its experts
     rows = _gathered(x, routing.token)
     row_scale = None if scale is None else scale[routing.token]
     return _State(rows, row_scale, product(rows, row_scale, gate_up, routing.ends))
@@ -168,7 +174,9 @@ def _activations(kernel: Any, state: _State) -> tuple[torch.Tensor, torch.Tensor
     a = silu_mul(*state.gate_up.chunk(2, dim=1))
     if state.x_scale is None:
         return a, None
-    made: tuple[torch.Tensor, torch.Tensor] = kernel.quantize("w8a8" if state.x.dtype == torch.int8 else "fp8", a)
+    made: tuple[torch.Tensor, torch.Tensor] = kernel.quantize(
+        "w8a8" if state.x.dtype == torch.int8 else "fp8", a
+    )
     return made
 
 
@@ -199,7 +207,9 @@ def _with_triton(
     # Without scales, the kernel computes a again, which costs less than to write and read it.
     a, scale = (None, None) if state.x_scale is None else _activations(kernel, state)
     made = swiglu_backward(grad_a, state.gate_up, a, scale, weights, order, weighted=need_down)
-    return _Between(made.hidden, made.router, grad, made.hidden if made.weighted is None else made.weighted)
+    return _Between(
+        made.hidden, made.router, grad, made.hidden if made.weighted is None else made.weighted
+    )
 
 
 def _with_pytorch(
@@ -212,7 +222,9 @@ def _with_pytorch(
     router = torch.empty_like(by_row).index_put_((order,), by_row)
     if need_down:
         grad = (grad.float() * weight).to(grad.dtype)
-    return _Between(_silu_mul_backward(grad_a.float() * weight, *state.gate_up.chunk(2, dim=1)), router, grad, a)
+    return _Between(
+        _silu_mul_backward(grad_a.float() * weight, *state.gate_up.chunk(2, dim=1)), router, grad, a
+    )
 
 
 def _silu_mul_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -234,7 +246,11 @@ class _GroupedExperts(ExpertsKernel):
 
     @classmethod
     def forward(
-        cls, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: tuple[Tensors, Tensors]
+        cls,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        prepared: tuple[Tensors, Tensors],
     ) -> torch.Tensor:
         gate_up, down = prepared
         routing = route(topk_ids, sizes_of(gate_up)[0])
@@ -250,7 +266,9 @@ class TritonExperts(_GroupedExperts):
     name = "triton"
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+    def unavailable(
+        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
+    ) -> str | None:
         return unavailable(scheme_name, device)
 
     @staticmethod
@@ -266,7 +284,9 @@ class ReferenceExperts(_GroupedExperts):
     name = "reference"
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+    def unavailable(
+        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
+    ) -> str | None:
         return None
 
     @staticmethod
@@ -337,7 +357,9 @@ def sizes_of(tensors: Tensors) -> tuple[int, int]:
     return experts, rows
 
 
-def product(x: torch.Tensor, x_scale: torch.Tensor | None, tensors: Tensors, ends: torch.Tensor) -> torch.Tensor:
+def product(
+    x: torch.Tensor, x_scale: torch.Tensor | None, tensors: Tensors, ends: torch.Tensor
+) -> torch.Tensor:
     """Return x W_e^T, BF16 [M, N]. x [M, K] is BF16 for w4a16 and bf16, else 8-bit with `x_scale` FP32 [M, 1]."""
     if scheme_of(tensors) == "bf16":
         return _bf16_product(x, tensors["weight"], ends)
@@ -345,7 +367,9 @@ def product(x: torch.Tensor, x_scale: torch.Tensor | None, tensors: Tensors, end
         from qarl.kernels.triton import experts as triton
 
         if x_scale is None:
-            return triton.grouped_w4a16_linear(x, tensors["weight_packed"], tensors["weight_scale"], ends)
+            return triton.grouped_w4a16_linear(
+                x, tensors["weight_packed"], tensors["weight_scale"], ends
+            )
         weight = tensors["weight"]
         scale = tensors["weight_scale"]
         return triton.grouped_scaled_mm(x, x_scale, weight, scale, ends, fast_accumulation=True)
@@ -372,7 +396,11 @@ def input_gradient(grad: torch.Tensor, tensors: Tensors, ends: torch.Tensor) -> 
 
 def _bf16_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """x [M, K], weight [E, N, K] of any strides -> [M, N]."""
-    return F.grouped_mm(x, weight.mT, offs=ends) if is_gpu(x.device) else grouped_linear(x, weight, ends)
+    return (
+        F.grouped_mm(x, weight.mT, offs=ends)
+        if is_gpu(x.device)
+        else grouped_linear(x, weight, ends)
+    )
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -396,7 +424,9 @@ def dequantized(tensors: Tensors) -> torch.Tensor:
     if "weight_packed" in tensors:
         packed = tensors["weight_packed"]
         scale = tensors["weight_scale"]
-        return dequantize_int4(packed.flatten(0, 1), scale.flatten(0, 1)).view(*packed.shape[:2], -1)
+        return dequantize_int4(packed.flatten(0, 1), scale.flatten(0, 1)).view(
+            *packed.shape[:2], -1
+        )
     if "weight_scale" not in tensors:
         return tensors["weight"]
     return (tensors["weight"].float() * tensors["weight_scale"]).bfloat16()

@@ -38,7 +38,9 @@ def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
     return nibbles.view(torch.int8).sub_(8).view(packed.shape[0], -1)
 
 
-def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def dequantize_int4(
+    packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     """Return [N, K] in `dtype`: value times scale, rounded to the scale's dtype, then cast.
 
     This equals compressed-tensors' `dequantize`. For BF16 scales it also equals the operand of vLLM's CPU kernel,

@@ -87,7 +87,12 @@ def chosen_log_probs(
 
 @torch.no_grad()
 def log_probs_and_entropies(
-    hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, *, temperature: float, rows: int | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    tokens: torch.Tensor,
+    *,
+    temperature: float,
+    rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probs of `chosen_log_probs`, bit for bit, and the entropies in nats, FP32 [T], without gradients.
 
@@ -105,7 +110,11 @@ def log_probs_and_entropies(
 
 
 def log_probs_of_logits(
-    logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float, mask: torch.Tensor | None = None
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    *,
+    temperature: float,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do the same as `chosen_log_probs`, from logits [T, V] of any float dtype."""
     scaled = logits.float() / temperature
@@ -146,14 +155,18 @@ class LogitsInBlocks:
         self, tokens: torch.Tensor, *, temperature: float, mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probs and the likeliest tokens (`chosen_log_probs`)."""
-        return chosen_log_probs(self.hidden, self.weight, tokens, temperature=temperature, mask=mask)
+        return chosen_log_probs(
+            self.hidden, self.weight, tokens, temperature=temperature, mask=mask
+        )
 
     @torch.no_grad()
     def sampling_mask(
         self, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `packed_sampling_mask` of the logits."""
-        packed = self.hidden.new_empty(len(self.hidden), packed_width(len(self.weight)), dtype=torch.uint8)
+        packed = self.hidden.new_empty(
+            len(self.hidden), packed_width(len(self.weight)), dtype=torch.uint8
+        )
         outside = torch.empty_like(tokens, dtype=torch.bool)
         multiply = product_with(self.weight)
         for block in _blocks(len(self.hidden), rows_at_a_time(len(self.weight))):
@@ -249,7 +262,10 @@ class _ChosenLogProbs(torch.autograd.Function):
         for block in _blocks(len(hidden), rows):
             logits = multiply(hidden[block])
             log_probs[block], top[block] = log_probs_of_logits(
-                logits, tokens[block], temperature=temperature, mask=None if mask is None else mask[block]
+                logits,
+                tokens[block],
+                temperature=temperature,
+                mask=None if mask is None else mask[block],
             )
         ctx.mark_non_differentiable(top)
         return log_probs, top
@@ -261,14 +277,20 @@ class _ChosenLogProbs(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         blocks = _blocks(len(hidden), ctx.rows)
-        total = torch.zeros_like(weight, dtype=torch.float32) if need_weight and len(blocks) != 1 else None
+        total = (
+            torch.zeros_like(weight, dtype=torch.float32)
+            if need_weight and len(blocks) != 1
+            else None
+        )
         grad_weight = None
         multiply = product_with(weight)
         for block in blocks:
             logits = multiply(hidden[block]).requires_grad_()
             mask = None if ctx.mask is None else ctx.mask[block]
             with torch.enable_grad():
-                log_probs, _ = log_probs_of_logits(logits, tokens[block], temperature=ctx.temperature, mask=mask)
+                log_probs, _ = log_probs_of_logits(
+                    logits, tokens[block], temperature=ctx.temperature, mask=mask
+                )
             (grad,) = torch.autograd.grad(log_probs, logits, grad_outputs[0][block])
             del logits, log_probs
             if grad_hidden is not None:
@@ -277,7 +299,14 @@ class _ChosenLogProbs(torch.autograd.Function):
                 _add_product(total, grad, hidden[block])
             elif need_weight:
                 grad_weight = grad.t() @ hidden
-        return grad_hidden, grad_weight if total is None else total.to(weight.dtype), None, None, None, None
+        return (
+            grad_hidden,
+            grad_weight if total is None else total.to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _blocks(length: int, rows: int) -> list[slice]:

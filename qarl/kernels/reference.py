@@ -56,7 +56,9 @@ def _amax(x: torch.Tensor) -> torch.Tensor:
 def quantize_int8_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K] -> int8 [M, K], FP32 scales [M, 1]. For amax < 4e-37, 127 / amax is clamped (in vLLM it is Inf)."""
     amax = _amax(x)
-    top = torch.full_like(amax, INT8_MAX)  # a Python number would be multiplied by its reciprocal on CUDA
+    top = torch.full_like(
+        amax, INT8_MAX
+    )  # a Python number would be multiplied by its reciprocal on CUDA
     reciprocal = torch.where(amax == 0, 0.0, top / amax).clamp_(max=torch.finfo(torch.float32).max)
     return (x.float() * reciprocal).round_().clamp_(-128, 127).to(torch.int8), amax / top
 
@@ -109,7 +111,9 @@ class ReferenceW8A8Linear(_Reference):
         return tensors["weight"].double() * tensors["weight_scale"].double()
 
     @classmethod
-    def linear(cls, x: torch.Tensor, prepared: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        cls, x: torch.Tensor, prepared: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
         values, scale = cls.quantize_input(x)
         exact = (values.double() * scale.double()) @ cls.weight(prepared).t()
         return (exact if bias is None else exact + bias.double()).to(x.dtype)
@@ -126,7 +130,9 @@ class ReferenceW4A8Linear(ReferenceW8A8Linear):
 
     @staticmethod
     def weight(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return dequantize_int4(tensors["weight_packed"], tensors["weight_scale"].double(), torch.float64)
+        return dequantize_int4(
+            tensors["weight_packed"], tensors["weight_scale"].double(), torch.float64
+        )
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,17 @@ import torch
 from qarl.errors import UserError
 from qarl.kernels import reference
 from qarl.kernels.base import ExpertsKernel, ExpertsShape, LinearKernel
-from qarl.kernels.cpu.torch_linears import CpuW4A8Linear, DequantizedW4A16Linear, TorchFP8Linear, TorchInt8Linear
-from qarl.kernels.cpu.vllm_linears import VllmCpuInt8Linear, VllmCpuInt8TilesLinear, VllmCpuWNA16Linear
+from qarl.kernels.cpu.torch_linears import (
+    CpuW4A8Linear,
+    DequantizedW4A16Linear,
+    TorchFP8Linear,
+    TorchInt8Linear,
+)
+from qarl.kernels.cpu.vllm_linears import (
+    VllmCpuInt8Linear,
+    VllmCpuInt8TilesLinear,
+    VllmCpuWNA16Linear,
+)
 from qarl.kernels.cuda.vllm_linears import (
     VllmCutlassFP8Linear,
     VllmCutlassInt8Linear,
@@ -130,7 +139,8 @@ def first_available(
         passed_over.append(f"{kernel.name}: {why_not}")
     raise UserError(
         refusal,
-        why="; ".join(passed_over) or f"kernels for {served}: {', '.join(k.name for k in kernels) or 'none'}",
+        why="; ".join(passed_over)
+        or f"kernels for {served}: {', '.join(k.name for k in kernels) or 'none'}",
         fix="choose another kernel" if force else "choose another quant.scheme or device",
     )
 
@@ -155,7 +165,9 @@ def choose_linear_kernel(
         action = f"no kernel of quant.kernels={kernels} can multiply"
     return first_available(
         kernels_of(kernels, scheme_name),
-        lambda kernel: kernel.unavailable(scheme_name, device, shape) or _wrong_group(kernel, group_size),
+        lambda kernel: (
+            kernel.unavailable(scheme_name, device, shape) or _wrong_group(kernel, group_size)
+        ),
         force=force,
         refusal=f"{action} by {scheme_name} weights {list(shape)} on {device.type}",
         served=scheme_name,

@@ -90,7 +90,9 @@ class CpuExperts(ExpertsKernel):
     layout = vllm_linears.TILES
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+    def unavailable(
+        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
+    ) -> str | None:
         if device.type != "cpu":
             return f"runs on cpu, not on {device.type}"
         if scheme_name not in _LINEARS:
@@ -98,7 +100,9 @@ class CpuExperts(ExpertsKernel):
         if group_size is not None and group_size % 2:
             return f"needs an even group size, not {group_size}"
         for product in ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)):
-            why_not = [kernel.unavailable(scheme_name, device, product) for kernel in _LINEARS[scheme_name]]
+            why_not = [
+                kernel.unavailable(scheme_name, device, product) for kernel in _LINEARS[scheme_name]
+            ]
             if None not in why_not:
                 return "; ".join(str(reason) for reason in why_not)
         return None
@@ -112,11 +116,16 @@ class CpuExperts(ExpertsKernel):
     def prepare_gathered(gate_up: Tensors, down: Tensors) -> PreparedExperts:
         """Return weights that are prepared when they are used, for one forward."""
         products = ((_kernel_of(tensors), tensors) for tensors in (gate_up, down))
-        return PreparedExperts(*(PreparedProduct(kernel, _PreparedOnUse(kernel, wire)) for kernel, wire in products))
+        return PreparedExperts(
+            *(PreparedProduct(kernel, _PreparedOnUse(kernel, wire)) for kernel, wire in products)
+        )
 
     @staticmethod
     def forward(
-        x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: PreparedExperts
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        prepared: PreparedExperts,
     ) -> torch.Tensor:
         gate_up, down = prepared
         routing = route(topk_ids, len(gate_up.experts))
@@ -125,7 +134,9 @@ class CpuExperts(ExpertsKernel):
         start = 0
         for expert, end in enumerate(routing.ends.tolist()):
             if end > start:
-                gate, up = gate_up.kernel.linear(sorted_rows[start:end], gate_up.experts[expert], None).chunk(2, dim=1)
+                gate, up = gate_up.kernel.linear(
+                    sorted_rows[start:end], gate_up.experts[expert], None
+                ).chunk(2, dim=1)
                 y[start:end] = down.kernel.linear(silu_mul(gate, up), down.experts[expert], None)
             start = end
         rows = torch.empty_like(y)
@@ -144,7 +155,10 @@ def _prepared(tensors: Tensors) -> PreparedProduct:
     kernel = _kernel_of(tensors)
     if hasattr(kernel, "prepare_stack"):
         return PreparedProduct(kernel, kernel.prepare_stack(tensors))
-    each = ({name: tensor[expert] for name, tensor in tensors.items()} for expert in range(sizes_of(tensors)[0]))
+    each = (
+        {name: tensor[expert] for name, tensor in tensors.items()}
+        for expert in range(sizes_of(tensors)[0])
+    )
     return PreparedProduct(kernel, [kernel.prepare(expert) for expert in each])
 
 
@@ -180,7 +194,9 @@ class VllmCpuBf16Experts(ExpertsKernel):
     name = "vllm_cpu_bf16"
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+    def unavailable(
+        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
+    ) -> str | None:
         if device.type != "cpu":
             return f"runs on cpu, not on {device.type}"
         if scheme_name != "bf16":
@@ -204,18 +220,25 @@ class VllmCpuBf16Experts(ExpertsKernel):
             gates = first.unflatten(1, (2, -1))
             first = F.pad(gates, (0, 0, 0, missing)).flatten(1, 2)
             second = F.pad(second, (0, missing))
-        first, second = (ops.cpu_prepack_moe_weight(weight.contiguous(), isa) for weight in (first, second))
+        first, second = (
+            ops.cpu_prepack_moe_weight(weight.contiguous(), isa) for weight in (first, second)
+        )
         return PreparedBf16Experts(first, second, isa)
 
     @staticmethod
     def forward(
-        x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: PreparedBf16Experts
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        prepared: PreparedBf16Experts,
     ) -> torch.Tensor:
         """`topk_weights` and `topk_ids` must be contiguous."""
         from vllm import _custom_ops as ops
 
         gate_up, down, isa = prepared
-        y: torch.Tensor = ops.cpu_fused_moe(x, gate_up, down, None, None, topk_weights, topk_ids, "silu", isa, False)
+        y: torch.Tensor = ops.cpu_fused_moe(
+            x, gate_up, down, None, None, topk_weights, topk_ids, "silu", isa, False
+        )
         return y
 
 
@@ -235,7 +258,9 @@ class VllmMarlinExperts(ExpertsKernel):
     layout = MARLIN
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+    def unavailable(
+        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
+    ) -> str | None:
         if os.environ.get("VLLM_MARLIN_INPUT_DTYPE"):
             return "VLLM_MARLIN_INPUT_DTYPE is set, so vLLM quantizes the activations"
         why_not = why_not_experts(scheme_name, device, shape, group_size, ("MarlinExperts",))
@@ -243,7 +268,9 @@ class VllmMarlinExperts(ExpertsKernel):
             return why_not
         if shape.intermediate % 64:
             return f"vLLM pads an intermediate size of {shape.intermediate} to a multiple of 64"
-        if group_size is not None and (shape.intermediate <= group_size) != (shape.hidden <= group_size):
+        if group_size is not None and (shape.intermediate <= group_size) != (
+            shape.hidden <= group_size
+        ):
             sizes = f"gate and up have {shape.hidden} columns and down has {shape.intermediate}"
             return f"{sizes}, but vLLM cannot mix one group per row with several groups per row"
         return None
@@ -256,7 +283,9 @@ class VllmMarlinExperts(ExpertsKernel):
         return Experts(*(each[CODES] for each in stacks), *(each[SCALES] for each in stacks))
 
     @staticmethod
-    def forward(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts) -> torch.Tensor:
+    def forward(
+        x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts
+    ) -> torch.Tensor:
         experts = len(prepared.gate_up)
         nothing = _no_columns(experts, x.device)
         run = importlib.import_module(f"{MOE}.experts.marlin_moe").fused_marlin_moe
@@ -293,13 +322,17 @@ class _EightBitExperts(ExpertsKernel):
 
     @staticmethod
     def prepare(gate_up: Tensors, down: Tensors) -> Experts:
-        return Experts(*(t[leaf].contiguous() for leaf in ("weight", "weight_scale") for t in (gate_up, down)))
+        return Experts(
+            *(t[leaf].contiguous() for leaf in ("weight", "weight_scale") for t in (gate_up, down))
+        )
 
     @staticmethod
     def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         made: tuple[torch.Tensor, torch.Tensor]
         if scheme_name == "w8a8":
-            from vllm.model_executor.layers.quantization.utils.int8_utils import per_token_quant_int8
+            from vllm.model_executor.layers.quantization.utils.int8_utils import (
+                per_token_quant_int8,
+            )
 
             made = per_token_quant_int8(x.contiguous())
         else:
@@ -315,11 +348,15 @@ class VllmTritonExperts(_EightBitExperts):
     name = "vllm_triton_experts"
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+    def unavailable(
+        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
+    ) -> str | None:
         return why_not_experts(scheme_name, device, shape, group_size, ("TritonExperts",))
 
     @staticmethod
-    def forward(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts) -> torch.Tensor:
+    def forward(
+        x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts
+    ) -> torch.Tensor:
         config = importlib.import_module(f"{MOE}.config")
         scales = {"w1_scale": prepared.gate_up_scale, "w2_scale": prepared.down_scale}
         if prepared.gate_up.dtype == torch.int8:
@@ -327,7 +364,9 @@ class VllmTritonExperts(_EightBitExperts):
                 **scales, a1_scale=None, a2_scale=None, per_act_token_quant=True
             )
         else:
-            quant_config = config.fp8_w8a8_moe_quant_config(**scales, per_act_token_quant=True, per_out_ch_quant=True)
+            quant_config = config.fp8_w8a8_moe_quant_config(
+                **scales, per_act_token_quant=True, per_out_ch_quant=True
+            )
         y: torch.Tensor = importlib.import_module(f"{MOE}.fused_moe").fused_experts(
             hidden_states=x,
             w1=prepared.gate_up,
@@ -345,7 +384,9 @@ class VllmCutlassExperts(_EightBitExperts):
     name = "vllm_cutlass_experts"
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+    def unavailable(
+        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
+    ) -> str | None:
         why_not = why_not_experts(
             scheme_name, device, shape, group_size, ("TritonOrCutlassExperts", "CutlassExpertsFp8")
         )
@@ -354,7 +395,11 @@ class VllmCutlassExperts(_EightBitExperts):
         if torch.cuda.get_device_capability(device) >= (10, 0):
             return "from capability 10.0 on vLLM's choice depends on the number of tokens"
         sizes = (shape.hidden, shape.intermediate)
-        return f"needs sizes in multiples of 16, not {list(sizes)}" if any(size % 16 for size in sizes) else None
+        return (
+            f"needs sizes in multiples of 16, not {list(sizes)}"
+            if any(size % 16 for size in sizes)
+            else None
+        )
 
     @classmethod
     def forward(

@@ -59,14 +59,23 @@ class Adapter:
 
     def pairs(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return (A, B) by the name of their linear. Raise KeyError if an A has no B."""
-        names = [name.removeprefix(PREFIX).removesuffix(A) for name in self.tensors if name.endswith(A)]
-        return {name: (self.tensors[f"{PREFIX}{name}{A}"], self.tensors[f"{PREFIX}{name}{B}"]) for name in names}
+        names = [
+            name.removeprefix(PREFIX).removesuffix(A) for name in self.tensors if name.endswith(A)
+        ]
+        return {
+            name: (self.tensors[f"{PREFIX}{name}{A}"], self.tensors[f"{PREFIX}{name}{B}"])
+            for name in names
+        }
 
 
 def read_adapter(folder: Path) -> Adapter:
     """Read an adapter in peft's format. Raise UserError if it is more than A and B with a factor of alpha / r."""
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    if more := [f"{key}={config[key]!r}" for key, plain in PLAIN.items() if (config.get(key) or plain) != plain]:
+    if more := [
+        f"{key}={config[key]!r}"
+        for key, plain in PLAIN.items()
+        if (config.get(key) or plain) != plain
+    ]:
         raise UserError(
             f"the adapter has {', '.join(more)}",
             where=str(folder / CONFIG_FILE),
@@ -76,14 +85,18 @@ def read_adapter(folder: Path) -> Adapter:
     tensors = load_file(folder / WEIGHTS_FILE)
     linears = [name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)]
     targets = tuple(sorted({name.rpartition(".")[2] for name in linears}))
-    return Adapter(config["r"], config["lora_alpha"], targets, config["base_model_name_or_path"], tensors)
+    return Adapter(
+        config["r"], config["lora_alpha"], targets, config["base_model_name_or_path"], tensors
+    )
 
 
 def name_base(export: Path) -> None:
     """Name the folder `export` as the base of the adapter in it, if there is one. peft loads the base that is named."""
     file = export / FOLDER / CONFIG_FILE
     if file.is_file():
-        config = json.loads(file.read_text(encoding="utf-8")) | {"base_model_name_or_path": str(export.resolve())}
+        config = json.loads(file.read_text(encoding="utf-8")) | {
+            "base_model_name_or_path": str(export.resolve())
+        }
         file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -103,4 +116,6 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / WEIGHTS_FILE).chmod((folder / CONFIG_FILE).stat().st_mode)  # safetensors lets only the owner read it
+    (folder / WEIGHTS_FILE).chmod(
+        (folder / CONFIG_FILE).stat().st_mode
+    )  # safetensors lets only the owner read it

@@ -64,7 +64,11 @@ def one_product(rows: int, columns: int, threads: int) -> bool:
         return (torch.randn(count, columns, generator=generator) * 2.0**sizes).bfloat16()
 
     weight = operand(rows)
-    for count in (2, 17, *[ROWS] * max(1, 2**21 // (ROWS * rows))):  # about one result in 10^5 differs
+    for count in (
+        2,
+        17,
+        *[ROWS] * max(1, 2**21 // (ROWS * rows)),
+    ):  # about one result in 10^5 differs
         x = operand(count)
         if not torch.equal(F.linear(x, weight), _row_by_row(x, weight)):
             return False
@@ -120,10 +124,14 @@ class AdaptedLinear(nn.Module):
         x = input.reshape(-1, input.shape[-1])
         if not len(x):
             return y
-        total: torch.Tensor = _Adapter.apply(y.reshape(-1, y.shape[-1]), x, self.lora_A, self.lora_B, self.lora_factor)
+        total: torch.Tensor = _Adapter.apply(
+            y.reshape(-1, y.shape[-1]), x, self.lora_A, self.lora_B, self.lora_factor
+        )
         return total.view(y.shape)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in ("lora_A", "lora_B"):
             destination.pop(prefix + name)
@@ -158,8 +166,14 @@ def target_linears(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[
         elif "." in entry:
             why = "linears are chosen by the last part of their names, which has no dot"
         fix = f"choose from {', '.join(known)}, or write {ALL_LINEAR}"
-        raise UserError(f"{entry} cannot have an adapter", where="lora.target_modules", why=why, fix=fix)
-    return {name: shape for name, shape in plain.items() if ALL_LINEAR in targets or _leaf(name) in targets}
+        raise UserError(
+            f"{entry} cannot have an adapter", where="lora.target_modules", why=why, fix=fix
+        )
+    return {
+        name: shape
+        for name, shape in plain.items()
+        if ALL_LINEAR in targets or _leaf(name) in targets
+    }
 
 
 def adapted_leaves(names: Iterable[str]) -> tuple[str, ...]:
@@ -242,7 +256,10 @@ class Adapters:
         """Return the tensors of all adapters (not copies) by peft's names, in their own dtype."""
         named: dict[str, torch.Tensor] = {}
         for name, layer in self.layers.items():
-            named |= {f"{PREFIX}{name}{A}": layer.lora_A.detach(), f"{PREFIX}{name}{B}": layer.lora_B.detach()}
+            named |= {
+                f"{PREFIX}{name}{A}": layer.lora_A.detach(),
+                f"{PREFIX}{name}{B}": layer.lora_B.detach(),
+            }
         return named
 
     def adapter(self) -> Adapter:

@@ -21,7 +21,9 @@ PAPER = TBPOConfig()
 """The paper's bands, with the response length that they are for."""
 
 
-def band_advice(steps: Sequence[tuple[float, float, float]], actor: Mapping[str, Any]) -> tuple[str, str]:
+def band_advice(
+    steps: Sequence[tuple[float, float, float]], actor: Mapping[str, Any]
+) -> tuple[str, str]:
     """Return one line about the bands of a config's section `actor`, and what to set if they are too narrow, or "".
 
     `steps`: three metrics of each step, `actor/band_p95_after_first`, `band_factor_p95_after_first` and

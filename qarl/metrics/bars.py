@@ -54,7 +54,9 @@ def _file(policy: str) -> str:
 def _shares(policy: str) -> Bars:
     groups = {name: _metrics(sign, policy, "frac") for sign, name in _SIGN_NAMES.items()}
     title = f"Tokens by probability under the {_POLICY_NAMES[policy]}"
-    return Bars(title, "share of that sign", _CLASS_NAMES, groups, f"token_shares_{_file(policy)}", log=True)
+    return Bars(
+        title, "share of that sign", _CLASS_NAMES, groups, f"token_shares_{_file(policy)}", log=True
+    )
 
 
 def _moves(policy: str) -> Bars:
@@ -64,15 +66,33 @@ def _moves(policy: str) -> Bars:
         for what, words in (("moved_mean", "mean"), ("moved_max", "largest"))
     }
     title = f"Moves of tokens by probability under the {_POLICY_NAMES[policy]}"
-    return Bars(title, "|log ratio|, nats", _CLASS_NAMES, groups, f"token_moves_{_file(policy)}", log=True)
+    return Bars(
+        title, "|log ratio|, nats", _CLASS_NAMES, groups, f"token_moves_{_file(policy)}", log=True
+    )
 
 
-_W_NAMES = ("to 0.5", "to 0.8", "to 0.95", "to 0.99", "to 1.01", "to 1.05", "to 1.25", "to 2", "above")
+_W_NAMES = (
+    "to 0.5",
+    "to 0.8",
+    "to 0.95",
+    "to 0.99",
+    "to 1.01",
+    "to 1.05",
+    "to 1.25",
+    "to 2",
+    "above",
+)
 
 BARS = (
     *(_shares(policy) for policy in _POLICY_NAMES),
     *(_moves(policy) for policy in _POLICY_NAMES),
-    Bars("Mismatch weight w of the responses", "share", _W_NAMES, {"w": tuple(W_BINS)}, "mismatch_weights"),
+    Bars(
+        "Mismatch weight w of the responses",
+        "share",
+        _W_NAMES,
+        {"w": tuple(W_BINS)},
+        "mismatch_weights",
+    ),
 )
 
 
@@ -92,7 +112,11 @@ def drawn_bars(chart: Bars, runs: Mapping[str, Entries]) -> dict[str, list[float
     for label, metrics in chart.groups.items():
         for run, entries in runs.items():
             groups[label if len(runs) == 1 else f"{label}, {run}"] = bar_values(metrics, entries)
-    return groups if any(math.isfinite(height) for heights in groups.values() for height in heights) else {}
+    return (
+        groups
+        if any(math.isfinite(height) for heights in groups.values() for height in heights)
+        else {}
+    )
 
 
 def plot_bars(chart: Bars, entries: Entries, output: Path) -> Path | None:
@@ -130,7 +154,12 @@ def bars_of_report(runs: Mapping[str, Entries]) -> list[dict[str, Any]]:
         groups = drawn_bars(chart, runs)
         if not groups:
             continue
-        drawn = {"title": chart.title, "unit": chart.unit, "names": list(chart.names), "log": chart.log}
+        drawn = {
+            "title": chart.title,
+            "unit": chart.unit,
+            "names": list(chart.names),
+            "log": chart.log,
+        }
         short = {label: [_short(height) for height in heights] for label, heights in groups.items()}
         charts.append(drawn | {"groups": list(short.items())})
     return charts

@@ -117,7 +117,13 @@ def text_metrics(statistics: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """
     total: Counter[str] = Counter()
     for sums in statistics:
-        total.update({key.removeprefix("sum/text/"): sums[key] for key in sums if key.startswith("sum/text/")})
+        total.update(
+            {
+                key.removeprefix("sum/text/"): sums[key]
+                for key in sums
+                if key.startswith("sum/text/")
+            }
+        )
     metrics = {}
     for group, prefix in (("all", ""), ("pos", "pos_"), ("neg", "neg_")):
         if count := total.get(group):

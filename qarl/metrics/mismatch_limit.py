@@ -61,7 +61,11 @@ class MismatchError(UserError):
 
 
 def resolve_limit(
-    limit: float | None, level: str, *, response_length: float | None = None, temperature: float = 1.0
+    limit: float | None,
+    level: str,
+    *,
+    response_length: float | None = None,
+    temperature: float = 1.0,
 ) -> float:
     """Return the limit of mean |δ|: `limit` (`quant.mismatch_limit`) if given, else the default of `level`.
 
@@ -98,7 +102,9 @@ def check_mismatch(
     if abs_mean <= allowed:  # false for NaN, which is over every limit
         return None
     measured = f"mean |δ| between trainer and engine is {abs_mean:.2g} nats per token, over the {allowed:.2g}"
-    source = source or (f"that quant.align={level} allows" if limit is None else "of quant.mismatch_limit")
+    source = source or (
+        f"that quant.align={level} allows" if limit is None else "of quant.mismatch_limit"
+    )
     if not before_first_update:
         return f"{measured} {source}; the policy that samples may differ from the one that the trainer updates"
     raise MismatchError(

@@ -38,15 +38,30 @@ class Chart:
 
     def lines_in(self, names: Iterable[str]) -> dict[str, str]:
         """Return metric -> label of the chart's lines in a run that logged the metrics `names`."""
-        found = {name: name.removeprefix(self.each) for name in names if self.each and name.startswith(self.each)}
+        found = {
+            name: name.removeprefix(self.each)
+            for name in names
+            if self.each and name.startswith(self.each)
+        }
         return {**self.lines, **found}
 
 
 CHARTS = (
-    Chart("Reward of sampled responses", "mean reward", {"critic/score/mean": "reward"}, file="reward", smooth=True),
+    Chart(
+        "Reward of sampled responses",
+        "mean reward",
+        {"critic/score/mean": "reward"},
+        file="reward",
+        smooth=True,
+    ),
     Chart("Held-out accuracy", "mean reward", {MEAN: "accuracy"}, each=OF_SOURCE, file="accuracy"),
     Chart(
-        "Mismatch: k3 KL(rollout‖trainer)", "nats per token", {"mismatch/k3": "k3"}, file="k3", log=True, smooth=True
+        "Mismatch: k3 KL(rollout‖trainer)",
+        "nats per token",
+        {"mismatch/k3": "k3"},
+        file="k3",
+        log=True,
+        smooth=True,
     ),
     Chart(
         "Mismatch: |δ| of the sampled tokens",
@@ -57,12 +72,19 @@ CHARTS = (
     Chart(
         "Responses outside their band (no gradient)",
         "share of that sign",
-        {"actor/pos_outside_band_frac_after_first": "A > 0", "actor/neg_outside_band_frac_after_first": "A < 0"},
+        {
+            "actor/pos_outside_band_frac_after_first": "A > 0",
+            "actor/neg_outside_band_frac_after_first": "A < 0",
+        },
         file="outside_band",
         smooth=True,
         fraction=True,
     ),
-    Chart("Sequence ratios", "π / π_old", {"actor/seq_ratio_max": "largest", "actor/seq_ratio_min": "smallest"}),
+    Chart(
+        "Sequence ratios",
+        "π / π_old",
+        {"actor/seq_ratio_max": "largest", "actor/seq_ratio_min": "smallest"},
+    ),
     Chart("Gradient norm", "before clipping", {"actor/grad_norm": "norm"}, log=True),
     Chart(
         "Entropy",
@@ -87,7 +109,10 @@ CHARTS = (
     Chart(
         "Rejected by the correction",
         "share",
-        {"correction/rejected_response_frac": "responses", "correction/rejected_token_frac": "tokens"},
+        {
+            "correction/rejected_response_frac": "responses",
+            "correction/rejected_token_frac": "tokens",
+        },
         smooth=True,
     ),
     Chart(
@@ -114,7 +139,11 @@ CHARTS = (
         file="kl",
         smooth=True,
     ),
-    Chart("Response length", "tokens", {"response_length/mean": "mean", "response_length/max": "longest"}),
+    Chart(
+        "Response length",
+        "tokens",
+        {"response_length/mean": "mean", "response_length/max": "longest"},
+    ),
     Chart("Learning rate", "", {"actor/lr": "lr", "actor/muon_lr": "Muon's lr"}),
 )
 
@@ -127,7 +156,9 @@ def plot_run(run_dir: str | Path) -> list[Path]:
     """Write the run's `plots/*.png` and return their paths. Raise UserError if there is no metrics.jsonl."""
     entries = read_metrics(run_dir)
     output = Path(run_dir) / "plots"
-    lines = [path for chart in CHARTS if chart.file and (path := _plot_lines(chart, entries, output))]
+    lines = [
+        path for chart in CHARTS if chart.file and (path := _plot_lines(chart, entries, output))
+    ]
     return lines + [path for chart in BARS if (path := plot_bars(chart, entries, output))]
 
 
@@ -150,10 +181,18 @@ def _plot_lines(chart: Chart, entries: Sequence[Mapping[str, Any]], output: Path
             axes.plot(steps, values, color=f"C{index}", alpha=0.25, linewidth=1)
             values = trailing_mean(values, window)
         marker = "o" if len(steps) == 1 or not chart.smooth else None
-        axes.plot(steps, values, color=f"C{index}", marker=marker, label=_plain(line) if len(lines) > 1 else None)
+        axes.plot(
+            steps,
+            values,
+            color=f"C{index}",
+            marker=marker,
+            label=_plain(line) if len(lines) > 1 else None,
+        )
     if not axes.lines:
         return None
-    axes.set_xlabel(f"training step (bold: mean of the last {window} steps)" if window > 1 else "training step")
+    axes.set_xlabel(
+        f"training step (bold: mean of the last {window} steps)" if window > 1 else "training step"
+    )
     if chart.log:
         axes.set_yscale("log")
     if chart.fraction:
@@ -177,12 +216,16 @@ def _plain(label: str) -> str:
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Return, for each value, the mean of this value and up to `window - 1` values before it."""
-    return np.asarray([values[max(0, end - window) : end].mean() for end in range(1, len(values) + 1)])
+    return np.asarray(
+        [values[max(0, end - window) : end].mean() for end in range(1, len(values) + 1)]
+    )
 
 
 def phases_of(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the timed phases in the order of a step, unknown phases last. Parts of `update` are left out, because the
     time of `update` includes them."""
-    timed = dict.fromkeys(key.removeprefix("timing_s/") for e in entries for key in e if key.startswith("timing_s/"))
+    timed = dict.fromkeys(
+        key.removeprefix("timing_s/") for e in entries for key in e if key.startswith("timing_s/")
+    )
     known = [phase for phase in _PHASES if phase in timed]
     return known + [phase for phase in timed if phase not in (*_PHASES, *_PARTS_OF_UPDATE, "step")]

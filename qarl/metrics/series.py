@@ -13,7 +13,9 @@ LARGEST = 1e100
 """Of values near the largest float matplotlib cannot compute an axis, and raises."""
 
 
-def series(entries: Sequence[Mapping[str, Any]], key: str, *, positive: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def series(
+    entries: Sequence[Mapping[str, Any]], key: str, *, positive: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Return steps and values of a metric. Skip values that no axis can show: those that are not finite or larger than
     `LARGEST`, and, if `positive`, values up to 0."""
     values_of = [(entry["step"], as_number(entry.get(key))) for entry in entries]

@@ -54,12 +54,17 @@ def mismatch_metrics(
     All three arguments are [batch, response_length]. The mask is bool or 0/1. Values outside the mask are ignored.
     """
     mask = response_mask.bool()
-    return token_mismatch(old_log_prob.detach()[mask], rollout_log_prob.detach()[mask], mask.sum(-1))
+    return token_mismatch(
+        old_log_prob.detach()[mask], rollout_log_prob.detach()[mask], mask.sum(-1)
+    )
 
 
 @torch.no_grad()
 def token_mismatch(
-    old: torch.Tensor, rollout: torch.Tensor, lengths: torch.Tensor, reduce: Reduce = lambda value: value
+    old: torch.Tensor,
+    rollout: torch.Tensor,
+    lengths: torch.Tensor,
+    reduce: Reduce = lambda value: value,
 ) -> dict[str, float]:
     """Return `mismatch_metrics` of log-probs without padding, computed on their device, or {} without any token.
 
@@ -73,16 +78,24 @@ def token_mismatch(
     pieces = list(zip(old.split(_PIECE), rollout.split(_PIECE), strict=True))
     lengths = lengths[filled]
     sums_of_responses = (
-        torch.segment_reduce(delta.double(), "sum", lengths=lengths) if len(lengths) else lengths.double()
+        torch.segment_reduce(delta.double(), "sum", lengths=lengths)
+        if len(lengths)
+        else lengths.double()
     )
     mean_delta = sums_of_responses / lengths
     mine = torch.stack([filled.sum().double(), lengths.sum().double(), (-mean_delta).exp().sum()])
-    totals = reduce(torch.cat((mine, torch.stack([_sums(*piece) for piece in pieces]).sum(0), _histogram(mean_delta))))
+    totals = reduce(
+        torch.cat(
+            (mine, torch.stack([_sums(*piece) for piece in pieces]).sum(0), _histogram(mean_delta))
+        )
+    )
     responses, tokens, perplexities, *sums = totals[: -len(W_BINS)].tolist()
     if not tokens:
         return {}
     histogram = (totals[-len(W_BINS) :] / responses).tolist()
-    magnitude, surprise, k3, weight, weight_squares, mean, other_mean = (total / tokens for total in sums)
+    magnitude, surprise, k3, weight, weight_squares, mean, other_mean = (
+        total / tokens for total in sums
+    )
     spreads = torch.stack([_spread(*piece, mean, other_mean) for piece in pieces])
     together, own, other = reduce(spreads.sum(0)).tolist()
     values = {
@@ -94,7 +107,9 @@ def token_mismatch(
         "ppl_ratio": perplexities / responses,
         "pearson": together / math.sqrt(own * other) if own * other > 0 else math.nan,
     }
-    return {f"mismatch/{name}": value for name, value in values.items()} | dict(zip(W_BINS, histogram, strict=True))
+    return {f"mismatch/{name}": value for name, value in values.items()} | dict(
+        zip(W_BINS, histogram, strict=True)
+    )
 
 
 def _histogram(mean_delta: torch.Tensor) -> torch.Tensor:
@@ -113,7 +128,9 @@ def _sums(old: torch.Tensor, rollout: torch.Tensor) -> torch.Tensor:
     return torch.stack([value.sum() for value in values])
 
 
-def _spread(old: torch.Tensor, rollout: torch.Tensor, mean: float, other_mean: float) -> torch.Tensor:
+def _spread(
+    old: torch.Tensor, rollout: torch.Tensor, mean: float, other_mean: float
+) -> torch.Tensor:
     """Return sums over tokens, FP64 [3]: the product and squares of both probabilities' deviations from their means."""
     a = old.double().exp() - mean
     b = rollout.double().exp() - other_mean
@@ -129,18 +146,24 @@ def _order_statistics(magnitude: torch.Tensor, tokens: int, reduce: Reduce) -> d
     """
     bits = magnitude.contiguous().view(torch.int32)
     places = {name: share * (tokens - 1) for name, share in (("max", 1.0), *_QUANTILES.items())}
-    wanted = sorted({bound for place in places.values() for bound in (math.floor(place), math.ceil(place))})
+    wanted = sorted(
+        {bound for place in places.values() for bound in (math.floor(place), math.ceil(place))}
+    )
     upper = bits >> 16
     ends = reduce(torch.bincount(upper, minlength=1 << 16)).cumsum(0)
     at = torch.tensor(wanted, device=ends.device)
     bins = torch.searchsorted(ends, at, right=True)
     before = torch.where(bins > 0, ends[(bins - 1).clamp(min=0)], 0)
     rest = (at - before).tolist()
-    counts = torch.stack([torch.bincount(bits[upper == high] & 0xFFFF, minlength=1 << 16) for high in bins.tolist()])
+    counts = torch.stack(
+        [torch.bincount(bits[upper == high] & 0xFFFF, minlength=1 << 16) for high in bins.tolist()]
+    )
     numbers = {}
     for place, high, row, within in zip(wanted, bins.tolist(), reduce(counts), rest, strict=True):
         low = int(torch.searchsorted(row.cumsum(0), within, right=True))
-        numbers[place] = float(torch.tensor(high << 16 | low, dtype=torch.int32).view(torch.float32))
+        numbers[place] = float(
+            torch.tensor(high << 16 | low, dtype=torch.int32).view(torch.float32)
+        )
     if math.isnan(numbers[tokens - 1]):  # as in NumPy, a NaN makes all of them NaN
         return {f"abs_{name}": math.nan for name in places}
     return {
@@ -169,13 +192,18 @@ def response_metrics(
         **_mean_max_min("critic/score", present),
         "critic/score/std": float(present.std()) if present.size else float("nan"),
         **_mean_max_min("response_length", length),
-        "response_length/clip_ratio": float(np.mean([reason == "length" for reason in finish_reasons])),
+        "response_length/clip_ratio": float(
+            np.mean([reason == "length" for reason in finish_reasons])
+        ),
         "response/aborted_ratio": float((length == 0).mean()),
     }
 
 
 def _mean_max_min(name: str, values: np.ndarray) -> dict[str, float]:
-    statistics = {kind: getattr(values, kind)() if values.size else math.nan for kind in ("mean", "max", "min")}
+    statistics = {
+        kind: getattr(values, kind)() if values.size else math.nan
+        for kind in ("mean", "max", "min")
+    }
     return {f"{name}/{kind}": float(value) for kind, value in statistics.items()}
 
 

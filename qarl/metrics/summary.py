@@ -57,8 +57,13 @@ def accuracies(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of the evaluations before and after the training, None where there was none."""
     before = [entry for entry in entries if entry.get("step") == 0]
     after = [entry for entry in entries if entry.get("step") != 0]
-    both: dict[str, Any] = {"accuracy_before": last(before, MEAN), "accuracy_after": last(after, MEAN)}
-    names = dict.fromkeys(key for entry in entries for key in entry if str(key).startswith(OF_SOURCE))
+    both: dict[str, Any] = {
+        "accuracy_before": last(before, MEAN),
+        "accuracy_after": last(after, MEAN),
+    }
+    names = dict.fromkeys(
+        key for entry in entries for key in entry if str(key).startswith(OF_SOURCE)
+    )
     if names:
         both["accuracy_mean"] = WEIGHTS
     for name in names:

@@ -80,7 +80,11 @@ class Tracker:
         with writing(self._metrics):
             run_dir.mkdir(parents=True, exist_ok=True)
             self._metrics.open("ab").close()
-        history = [entry for entry in read_metrics(run_dir) if entry["step"] <= start_step] if start_step else []
+        history = (
+            [entry for entry in read_metrics(run_dir) if entry["step"] <= start_step]
+            if start_step
+            else []
+        )
         self._watch: WarningLog | None = WarningLog(run_dir, history, config_dict.get("actor"))
         self._views: dict[str, Any] = {}
         make: dict[str, Callable[[], Any]] = {
@@ -114,7 +118,9 @@ class Tracker:
             raise
         except Exception as error:
             self._watch = None
-            say(f"warning: no more warning signs are looked for after step {step} ({in_one_line(error)})")
+            say(
+                f"warning: no more warning signs are looked for after step {step} ({in_one_line(error)})"
+            )
             return []
 
     def message(self, text: str) -> None:
@@ -134,7 +140,9 @@ class Tracker:
             call(self._views[name])
         except Exception as error:
             del self._views[name]
-            if isinstance(error, BrokenPipeError) and name == "console":  # as by `| head`: the reader has seen enough
+            if (
+                isinstance(error, BrokenPipeError) and name == "console"
+            ):  # as by `| head`: the reader has seen enough
                 say("note: the reader of the console has closed it; the run continues")
                 return
             problem = _lost_view(name, error)
@@ -181,7 +189,9 @@ def check_wandb_key() -> None:
 
     why = "no variable of the environment, settings file of W&B or .netrc has one, and a run cannot ask for it"
     try:
-        if wandb.setup().settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
+        if wandb.setup().settings.mode in ("offline", "dryrun", "disabled") or wandb.login(
+            prompt=False, verify=False
+        ):
             return
     except wandb.Error as error:
         why = str(error)
@@ -203,13 +213,21 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
-        raise UserError("no metrics to read", where=str(path), fix="give the directory of a run, such as runs/NAME")
+        raise UserError(
+            "no metrics to read",
+            where=str(path),
+            fix="give the directory of a run, such as runs/NAME",
+        )
     steps: dict[int, dict[str, Any]] = {}
     for entry in read_lines(path):
         step = entry.get("step") if isinstance(entry, dict) else None
         if not isinstance(step, int):
             continue
-        numbers = {name: number for name, value in entry.items() if (number := _read_value(value)) is not None}
+        numbers = {
+            name: number
+            for name, value in entry.items()
+            if (number := _read_value(value)) is not None
+        }
         if step < max(steps, default=step):
             evaluation = STEP_SECONDS not in numbers and STEP_SECONDS in steps.get(step, {})
             last = step if evaluation else step - 1
@@ -254,7 +272,9 @@ class _TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         # TensorBoard then hides entries of an earlier run in this directory from this step on.
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1 if start_step else 0)
+        self._writer = SummaryWriter(
+            str(run_dir / "tensorboard"), purge_step=start_step + 1 if start_step else 0
+        )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -275,7 +295,9 @@ class _WandB:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "qarl"),
             name=run_dir.resolve().name,
-            id=id_file.read_text(encoding="utf-8").strip() if start_step and id_file.exists() else None,
+            id=id_file.read_text(encoding="utf-8").strip()
+            if start_step and id_file.exists()
+            else None,
             resume="allow",
             dir=str(run_dir),
             config=dict(config_dict),
@@ -296,7 +318,11 @@ class _Console:
         self._total = total_steps
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        figures = "  ".join(f"{label} {form.format(metrics[key])}" for label, key, form in _FIGURES if key in metrics)
+        figures = "  ".join(
+            f"{label} {form.format(metrics[key])}"
+            for label, key, form in _FIGURES
+            if key in metrics
+        )
         if seconds := metrics.get("timing_s/step"):
             left = tqdm.format_interval(seconds * (self._total - step))
             figures = f"{seconds:.2f} s/step  left {left}  {figures}"
@@ -350,7 +376,9 @@ def git_commit() -> str | None:
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
 
     try:
         # An installed qarl may lie inside a different repository, so the repository must track this file.

@@ -26,7 +26,9 @@ def answers_metrics(answers: Iterable[tuple[str, Hashable, float]]) -> dict[str,
     sources: dict[str, dict[Hashable, list[float]]] = {}
     for source, prompt, reward in answers:
         sources.setdefault(source, {}).setdefault(prompt, []).append(float(reward))
-    return sources_metrics({source: mean([*map(mean, prompts.values())]) for source, prompts in sources.items()})
+    return sources_metrics(
+        {source: mean([*map(mean, prompts.values())]) for source, prompts in sources.items()}
+    )
 
 
 def sources_metrics(figures: Mapping[str, float]) -> dict[str, float]:

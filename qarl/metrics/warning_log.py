@@ -29,7 +29,10 @@ class WarningLog:
     """`after` takes the metrics of each step and returns the messages to print."""
 
     def __init__(
-        self, run_dir: str | Path, history: Sequence[Mapping[str, Any]] = (), actor: Mapping[str, Any] | None = None
+        self,
+        run_dir: str | Path,
+        history: Sequence[Mapping[str, Any]] = (),
+        actor: Mapping[str, Any] | None = None,
     ) -> None:
         """`history`: metrics of the steps before a resume, in order, each with `step`. Write warnings.jsonl for them,
         or remove the file if there are no warnings. Raise StorageError if that fails. `actor`: the config's section of

@@ -111,7 +111,9 @@ def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
     derived: dict[str, float] = {}
     with suppress(KeyError, TypeError):
         names = [f"zero_centred_loss_{sign}" for sign in ("pos", "neg")]
-        own, to_rollout = ([metrics[f"actor/{prefix}{name}"] for name in names] for prefix in ("", "rollout_"))
+        own, to_rollout = (
+            [metrics[f"actor/{prefix}{name}"] for name in names] for prefix in ("", "rollout_")
+        )
         derived |= {"skew/net": sum(to_rollout) - sum(own), "skew/own": sum(map(abs, own))}
     update, ratio = (metrics.get(f"actor/{name}_size", math.nan) for name in ("update", "ratio"))
     k3 = metrics.get("mismatch/k3")
@@ -173,8 +175,11 @@ def jumps(*rows: tuple[str, float], recent: int = RECENT) -> Rule:
             up = math.copysign(1, math.log(factor))
             far = abs(math.log(factor))
             if up * (now - middle) >= max(far, JUMP_DEVIATIONS * spread):
-                since = _since(positive, lambda value, up=up, far=far, middle=middle: up * (value - middle) >= far)  # type: ignore[misc]  # mypy infers no type for defaults
-                return since, _words(name, "rose" if up > 0 else "fell", math.exp(middle), math.exp(now))
+                excess = [(step, up * (value - middle) - far) for step, value in positive]
+                since = _since(excess, lambda value: value >= 0)
+                return since, _words(
+                    name, "rose" if up > 0 else "fell", math.exp(middle), math.exp(now)
+                )
         return None
 
     return rule
@@ -216,7 +221,9 @@ def _ratio_mismatch(series: Series) -> Seen:
 def _update_size(series: Series) -> Seen:
     """Look for updates that are large, or much larger than at first."""
     name = "actor/update_size"
-    return _large(name, series[name]) or trend(name, 2.0, least=GROWN_UPDATE, deviations=0.0)(series)
+    return _large(name, series[name]) or trend(name, 2.0, least=GROWN_UPDATE, deviations=0.0)(
+        series
+    )
 
 
 def _skew(series: Series) -> Seen:
@@ -273,7 +280,13 @@ _MISMATCH = (
 )
 SIGNS: dict[str, tuple[Rule, str]] = {
     "entropy": (
-        jumps(*((f"{side}/entropy", factor) for side in ("rollout", "actor") for factor in (2.0, 1 / 3))),
+        jumps(
+            *(
+                (f"{side}/entropy", factor)
+                for side in ("rollout", "actor")
+                for factor in (2.0, 1 / 3)
+            )
+        ),
         "lower optim.lr or add optim.lr_warmup_steps; if entropy rose, look at error_tokens/* and mismatch/*; if it "
         "fell, responses become alike: raise rollout.temperature",
     ),

@@ -116,12 +116,16 @@ def objective_loss(
         if settings.loss == "mis_gspo":
             # Sequence-level MIS of "When Speed Kills Stability" (Liu et al. 2025, https://richardli.xyz/rl-collapse)
             cap = settings.mis_imp_ratio_cap
-            mis = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_mode="mask", rollout_is_threshold=cap)
+            mis = RolloutCorrectionConfig(
+                rollout_is="sequence", rollout_is_mode="mask", rollout_is_threshold=cap
+            )
             weight = correction_weights(old_log_prob, rollout_log_prob, mask, mis)
         elif weight is None:
             weight = correction_weights(old_log_prob, rollout_log_prob, mask, correction)
         log_probs = (log_prob, old_log_prob.detach(), rollout_log_prob.detach())
-        loss, statistics = _verl_loss(log_probs, advantages, accepted != 0, settings, weight, (responses, tokens))
+        loss, statistics = _verl_loss(
+            log_probs, advantages, accepted != 0, settings, weight, (responses, tokens)
+        )
     if correction.rejects or weight is not None:
         statistics |= correction_statistics(mask, accepted != 0, weight)
     return loss, statistics
@@ -139,7 +143,11 @@ def _verl_loss(
 
     `log_probs`: new, old, rollout. verl's functions read every position, so those outside of `accepted` become 0."""
     new, old, rollout = (torch.where(accepted, values, 0.0).float() for values in log_probs)
-    per_token = advantages.detach().float() if advantages.dim() == 2 else advantages.detach().float()[:, None]
+    per_token = (
+        advantages.detach().float()
+        if advantages.dim() == 2
+        else advantages.detach().float()[:, None]
+    )
     per_token = torch.where(accepted, per_token, 0.0)
     against = rollout if settings.correction.bypass_mode else old
     uses_ratio = settings.loss != "reinforce"
@@ -155,12 +163,17 @@ def _verl_loss(
         **{"old_log_prob" if uses_ratio else "rollout_log_prob": against},
     )
     advantage = per_token.gather(1, accepted.int().argmax(dim=-1, keepdim=True)).squeeze(1)
-    statistics = loss_statistics(new, old, against, rollout, advantage, accepted, verl_metrics, uses_ratio=uses_ratio)
+    statistics = loss_statistics(
+        new, old, against, rollout, advantage, accepted, verl_metrics, uses_ratio=uses_ratio
+    )
     return loss, statistics
 
 
 def correction_weights(
-    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor, correction: RolloutCorrectionConfig
+    old_log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
+    mask: torch.Tensor,
+    correction: RolloutCorrectionConfig,
 ) -> torch.Tensor | None:
     """Return the weight of every token, FP32 [B, T], 0 outside `mask`. Return None if the correction has no weight.
 
@@ -168,14 +181,18 @@ def correction_weights(
     the weights are divided by their mean over these rows."""
     if correction.rollout_is is None:
         return None
-    log_ratio = torch.where(mask, old_log_prob.detach().float() - rollout_log_prob.detach().float(), 0.0)
+    log_ratio = torch.where(
+        mask, old_log_prob.detach().float() - rollout_log_prob.detach().float(), 0.0
+    )
     if not mask.any():  # verl's function needs a token
         return torch.zeros_like(log_ratio)
     if verl_functions.has_weight(correction):
         return verl_functions.correction_weights(log_ratio, mask, correction)
     weight = _bounded(_ratio(log_ratio, mask, correction.rollout_is), correction) * mask
     if correction.rollout_is_batch_normalize:
-        weight = weight / _mean(weight, mask, per_token=correction.rollout_is == "token").clamp(min=1e-8)
+        weight = weight / _mean(weight, mask, per_token=correction.rollout_is == "token").clamp(
+            min=1e-8
+        )
     return weight
 
 
@@ -192,7 +209,9 @@ def accepted_tokens(
     accepted = mask
     if correction.rollout_rs:
         policy = log_prob if correction.rollout_rs_ratio == "ppo" else old_log_prob
-        log_ratio = torch.where(mask, policy.detach().float() - rollout_log_prob.detach().float(), 0.0)
+        log_ratio = torch.where(
+            mask, policy.detach().float() - rollout_log_prob.detach().float(), 0.0
+        )
         accepted = verl_functions.rejection_mask(log_ratio, mask, correction)
     if correction.veto_threshold is not None:
         vetoed = mask & (old_log_prob.detach().float() < math.log(correction.veto_threshold))

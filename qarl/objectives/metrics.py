@@ -24,7 +24,11 @@ from qarl.tbpo.metrics import (
 )
 from qarl.tbpo.tokens import class_metrics, token_statistics
 
-_VERL = {"actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "clipped_lower", "actor/ppo_kl": "ppo_kl"}
+_VERL = {
+    "actor/pg_clipfrac": "clipped",
+    "actor/pg_clipfrac_lower": "clipped_lower",
+    "actor/ppo_kl": "ppo_kl",
+}
 """Maps verl's metrics of a call, which are means over its tokens, to the names of our sums."""
 _IS_TBPO = "sum/pos_outside"
 """A statistic that only TBPO has."""
@@ -39,7 +43,9 @@ _MEANS = {
 }
 
 
-def correction_statistics(mask: torch.Tensor, keep: torch.Tensor, weight: torch.Tensor | None) -> dict[str, float]:
+def correction_statistics(
+    mask: torch.Tensor, keep: torch.Tensor, weight: torch.Tensor | None
+) -> dict[str, float]:
     """Return the statistics of a correction: counts of what it rejected, and its weights on the kept tokens.
 
     `mask`, `keep`: the tokens before and after the rejection, bool [B, T]. `weight`: [B, T], or None."""
@@ -92,8 +98,14 @@ def loss_statistics(
             values["max/ratio"] = largest_update(deviation, lengths)
         update = ratio_deviation(sequence_log_ratio(log_prob, old_log_prob, keep))
         values["max/update"] = largest_update(update, lengths)
-        values |= {f"sum/{name}": verl_metrics[key] * tokens for key, name in _VERL.items() if key in verl_metrics}
-        return as_numbers(values, token_statistics(log_prob, old_log_prob, rollout_log_prob, advantage, keep))
+        values |= {
+            f"sum/{name}": verl_metrics[key] * tokens
+            for key, name in _VERL.items()
+            if key in verl_metrics
+        }
+        return as_numbers(
+            values, token_statistics(log_prob, old_log_prob, rollout_log_prob, advantage, keep)
+        )
 
 
 def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
@@ -120,7 +132,10 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
     if total.get("sum/responses") and "max/ratio" in total:
         metrics["actor/ratio_size"] = total["max/ratio"]
     if total.get("sum/weighted_tokens"):
-        metrics |= {"correction/weight_min": total["min/weight"], "correction/weight_max": total["max/weight"]}
+        metrics |= {
+            "correction/weight_min": total["min/weight"],
+            "correction/weight_max": total["max/weight"],
+        }
         if total["sum/weight_squared"]:
             square = total["sum/weight_squared"] * total["sum/weighted_tokens"]
             metrics["correction/weight_ess"] = total["sum/weight"] ** 2 / square
@@ -137,8 +152,12 @@ def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float
     later = list(statistics)
     if any(_IS_TBPO in name for name in later):
         return tbpo.after_first_metrics(later)
-    clipped = {name: value for name, value in reduce_metrics(later).items() if "/pg_clipfrac" in name}
-    return {f"{name}_after_first": value for name, value in clipped.items()} | class_metrics(combine(later))
+    clipped = {
+        name: value for name, value in reduce_metrics(later).items() if "/pg_clipfrac" in name
+    }
+    return {f"{name}_after_first": value for name, value in clipped.items()} | class_metrics(
+        combine(later)
+    )
 
 
 def update_metrics(mini_batches: Sequence[Sequence[dict[str, float]]]) -> dict[str, float]:

@@ -59,7 +59,9 @@ def corrections() -> Any:
 def actor_config(settings: Settings) -> Any:
     """Return verl's `ActorConfig` with these settings. `global_batch_info` is set for each call of a loss."""
     dual_clip = settings.clip_ratio_c if settings.loss == "dual_clip" else NO_DUAL_CLIP
-    keys = {name: getattr(settings, name) for name in (*SAME_IN_VERL, "loss_agg_mode")} | {"clip_ratio_c": dual_clip}
+    keys = {name: getattr(settings, name) for name in (*SAME_IN_VERL, "loss_agg_mode")} | {
+        "clip_ratio_c": dual_clip
+    }
     return _actor_config(**keys)
 
 
@@ -68,7 +70,13 @@ def _actor_config(**keys: Any) -> Any:
     from verl.workers.config import ActorConfig
 
     # verl uses `clip_ratio` if the other two are null.
-    return ActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio=TOKEN_CLIP[0], **keys)
+    return ActorConfig(
+        strategy="fsdp2",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        clip_ratio=TOKEN_CLIP[0],
+        **keys,
+    )
 
 
 def policy_loss(
@@ -78,7 +86,9 @@ def policy_loss(
 
     `responses`, `tokens`: their number in the whole mini-batch. `tensors`: the arguments of verl's losses, [B, T]."""
     core = core_algos()
-    function = core.compute_policy_loss_reinforce if name == "reinforce" else core.get_policy_loss_fn(name)
+    function = (
+        core.compute_policy_loss_reinforce if name == "reinforce" else core.get_policy_loss_fn(name)
+    )
     config = actor_config(settings)
     config.global_batch_info.update(_whole(settings, responses, tokens))
     loss, metrics = function(**tensors, loss_agg_mode=settings.loss_agg_mode, config=config)
@@ -132,13 +142,17 @@ def outcome_advantages(
     core = core_algos()
     from verl.trainer.config import AlgoConfig
 
-    mask = (torch.arange(max(int(lengths.max()), 1), device=lengths.device) < lengths[:, None]).float()
+    mask = (
+        torch.arange(max(int(lengths.max()), 1), device=lengths.device) < lengths[:, None]
+    ).float()
     scores = torch.zeros_like(mask)
     rows = (lengths > 0).nonzero().flatten()
     scores[rows, lengths[rows] - 1] = rewards.float()[rows]
     function = core.get_adv_estimator_fn(name)
     index = np.array([str(group_id) for group_id in group_ids])
-    advantages, _ = function(token_level_rewards=scores, response_mask=mask, index=index, config=AlgoConfig(gamma=1.0))
+    advantages, _ = function(
+        token_level_rewards=scores, response_mask=mask, index=index, config=AlgoConfig(gamma=1.0)
+    )
     per_response: torch.Tensor = advantages[:, 0]
     return per_response
 
@@ -164,7 +178,9 @@ def rejection_bounds(correction: RolloutCorrectionConfig) -> str:
     uppers = correction.rollout_rs_threshold
     lower = correction.rollout_rs_threshold_lower
     bounds = []
-    for option, upper in zip(options, uppers * len(options) if len(uppers) == 1 else uppers, strict=True):
+    for option, upper in zip(
+        options, uppers * len(options) if len(uppers) == 1 else uppers, strict=True
+    ):
         pair = (-_LARGEST if lower is None else lower, upper)
         ratios = (math.exp(min(max(nats, -_LARGEST), _LARGEST)) for nats in pair)
         bounds.append("_".join(map(repr, ratios)) if option.endswith("k1") else repr(upper))
@@ -190,7 +206,9 @@ def correction_weights(
         return torch.zeros_like(log_ratio)
 
 
-def rejection_mask(log_ratio: torch.Tensor, mask: torch.Tensor, correction: RolloutCorrectionConfig) -> torch.Tensor:
+def rejection_mask(
+    log_ratio: torch.Tensor, mask: torch.Tensor, correction: RolloutCorrectionConfig
+) -> torch.Tensor:
     """Return `mask` without the tokens that verl rejects, bool [B, T]. `mask` must contain at least one token."""
     passed, _ = corrections().compute_rollout_rejection_mask(
         log_ratio,

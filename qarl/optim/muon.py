@@ -147,7 +147,9 @@ def _group(parameter: torch.Tensor) -> Any:
     return parameter.device_mesh.get_group(axis)
 
 
-def _exchange(matrices: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], group: Any) -> list[torch.Tensor]:
+def _exchange(
+    matrices: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], group: Any
+) -> list[torch.Tensor]:
     """Return this rank's rows of the updates of `matrices`. Rank i of the group orthogonalizes matrix i.
 
     `parts`: this rank's rows of the directions, FP32.
@@ -165,4 +167,7 @@ def _exchange(matrices: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], g
     update = orthogonalized(whole.view(rows, columns)).reshape(-1) if rows else whole
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, update, sizes, collected, group=group)
-    return [mine.view(part.shape) for part, mine in zip(parts, received.split(sizes[: len(parts)]), strict=True)]
+    return [
+        mine.view(part.shape)
+        for part, mine in zip(parts, received.split(sizes[: len(parts)]), strict=True)
+    ]

@@ -52,8 +52,19 @@ class MuonAdamW(torch.optim.Optimizer):
         chosen = {id(p) for p in hidden}
         others = [p for p in named.values() if id(p) not in chosen]
         common = {"weight_decay": weight_decay, "seed": seed}
-        adam: dict[str, Any] = {"lr": lr, "betas": tuple(betas), "eps": eps, "use_muon": False, **common}
-        muon: dict[str, Any] = {"lr": muon_lr, "momentum": muon_momentum, "use_muon": True, **common}
+        adam: dict[str, Any] = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "use_muon": False,
+            **common,
+        }
+        muon: dict[str, Any] = {
+            "lr": muon_lr,
+            "momentum": muon_momentum,
+            "use_muon": True,
+            **common,
+        }
         groups = [{"params": others, **adam}, {"params": hidden, **muon}]
         super().__init__([group for group in groups if group["params"]], {})
 
@@ -77,7 +88,11 @@ class MuonAdamW(torch.optim.Optimizer):
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter, dtype=torch.float32)
             momentum = local_part(state["momentum_buffer"])
-            gradient = torch.zeros_like(momentum) if parameter.grad is None else local_part(parameter.grad).float()
+            gradient = (
+                torch.zeros_like(momentum)
+                if parameter.grad is None
+                else local_part(parameter.grad).float()
+            )
             return direction(gradient, momentum, group["momentum"])
 
         for parameter, update in updates(group["params"], next_direction):
@@ -98,7 +113,9 @@ class MuonAdamW(torch.optim.Optimizer):
             update = adam_update(gradient, first, second, step, group["betas"], group["eps"])
             self._apply(parameter, update, group)
 
-    def _apply(self, parameter: torch.nn.Parameter, update: torch.Tensor, group: dict[str, Any]) -> None:
+    def _apply(
+        self, parameter: torch.nn.Parameter, update: torch.Tensor, group: dict[str, Any]
+    ) -> None:
         """Change this rank's part of the parameter, and count the update."""
         state = self.state[parameter]
         weight = local_part(parameter)
@@ -108,7 +125,9 @@ class MuonAdamW(torch.optim.Optimizer):
         if weight.dtype == torch.bfloat16:
             key = rounding_key(group["seed"], self._names[id(parameter)], state["step"])
             rounded = stochastic_round(working, key, region(parameter))
-            weight.copy_(torch.where(rounded == weight, weight, rounded))  # a zero update leaves -0.0 as it is
+            weight.copy_(
+                torch.where(rounded == weight, weight, rounded)
+            )  # a zero update leaves -0.0 as it is
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a `state_dict()`. Unlike torch, keep the state of BF16 parameters in FP32.

@@ -43,7 +43,9 @@ class Region:
         if self.dim == 0 or not ours:
             return places + self.start * inner
         before = places.div(ours, rounding_mode="floor")
-        return before * (self.shape[self.dim] * inner) + self.start * inner + (places - before * ours)
+        return (
+            before * (self.shape[self.dim] * inner) + self.start * inner + (places - before * ours)
+        )
 
 
 def rounding_key(seed: int, name: str, update: int) -> int:

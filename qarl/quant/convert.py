@@ -45,14 +45,26 @@ class QuantReport:
 
     def __str__(self) -> str:
         experts = f" and the experts of {len(self.experts)} layers" if self.experts else ""
-        name = self.scheme.name if self.kernels == "engine" else f"{self.scheme.name}, quant.kernels={self.kernels}"
+        name = (
+            self.scheme.name
+            if self.kernels == "engine"
+            else f"{self.scheme.name}, quant.kernels={self.kernels}"
+        )
         lines = [f"{name}: {len(self.quantized)} linears{experts} quantized"]
         lines[0] += f", {len(self.skipped)} left alone"
-        kernels = {*self.quantized.values(), *(f"of experts {kernel}" for kernel in self.experts.values())}
+        kernels = {
+            *self.quantized.values(),
+            *(f"of experts {kernel}" for kernel in self.experts.values()),
+        }
         lines += [f"  kernel {kernel}" for kernel in sorted(kernels)]
-        skipped = {re.sub(r"[.]experts[.][0-9]+[.]", ".experts.*.", name): why for name, why in self.skipped.items()}
+        skipped = {
+            re.sub(r"[.]experts[.][0-9]+[.]", ".experts.*.", name): why
+            for name, why in self.skipped.items()
+        }
         lines += [f"  left alone: {name} ({reason})" for name, reason in skipped.items()]
-        lines += [f"  quant.ignore entry {entry!r} matches no linear" for entry in self.unmatched_ignore]
+        lines += [
+            f"  quant.ignore entry {entry!r} matches no linear" for entry in self.unmatched_ignore
+        ]
         return "\n".join(lines)
 
 
@@ -110,7 +122,10 @@ def _linears(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[int, int]]]:
             for leaf in STACKS:
                 shape = tuple(module.get_parameter(leaf).shape)
                 for matrix in matrices(f"{name}.{leaf}", shape):
-                    linears[matrix.name] = (module, (matrix.rows.stop - matrix.rows.start, shape[2]))
+                    linears[matrix.name] = (
+                        module,
+                        (matrix.rows.stop - matrix.rows.start, shape[2]),
+                    )
     return linears
 
 
@@ -145,7 +160,11 @@ def quantize_model(
     `select_linears`.
     """
     if isinstance(ignore, str):
-        raise UserError(f"ignore is the text {ignore!r}", why="it is a list of names", fix=f"write ignore=[{ignore!r}]")
+        raise UserError(
+            f"ignore is the text {ignore!r}",
+            why="it is a list of names",
+            fix=f"write ignore=[{ignore!r}]",
+        )
     if not isinstance(scheme, Scheme):
         scheme = get_scheme(scheme, group_size=group_size)
     selected, skipped = select_linears(model, scheme, ignore)
@@ -159,7 +178,9 @@ def quantize_model(
                     "(optim.master_dtype)",
                 )
     classes = QuantLinear, QuantExperts
-    return replace_selected(model, selected, skipped, scheme, ignore, *classes, kernels=kernels, device=device)
+    return replace_selected(
+        model, selected, skipped, scheme, ignore, *classes, kernels=kernels, device=device
+    )
 
 
 def replace_selected(
@@ -181,7 +202,9 @@ def replace_selected(
     experts: dict[str, str] = {}
     for name, module in owners(selected).items():
         if isinstance(module, nn.Linear):
-            linear = linear_class(module, scheme, qualified_name=name, kernels=kernels, device=device)
+            linear = linear_class(
+                module, scheme, qualified_name=name, kernels=kernels, device=device
+            )
             model.set_submodule(name, linear)
             linears[name] = linear.choice.reason
         elif kernels != "engine":
@@ -190,7 +213,9 @@ def replace_selected(
             layer = experts_class(module, scheme, qualified_name=name, device=device)
             model.set_submodule(name, layer)
             experts[name] = layer.choice.reason
-    unmatched = tuple(resolve_ignored([*selected, *skipped], ignore).unmatched) if scheme.quantized else ()
+    unmatched = (
+        tuple(resolve_ignored([*selected, *skipped], ignore).unmatched) if scheme.quantized else ()
+    )
     return QuantReport(scheme, linears, skipped, unmatched, experts, kernels)
 
 
@@ -207,7 +232,8 @@ def no_own_experts(kernels: str, where: str) -> UserError:
 def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return each module of `selected` once, by its own name. `selected` lists a module of experts once per matrix."""
     return {
-        name if isinstance(module, nn.Linear) else name.rsplit(".", 2)[0]: module for name, module in selected.items()
+        name if isinstance(module, nn.Linear) else name.rsplit(".", 2)[0]: module
+        for name, module in selected.items()
     }
 
 
@@ -217,7 +243,9 @@ def tied_names(model: nn.Module) -> frozenset[str]:
     if not getattr(config, "tie_word_embeddings", False):
         return frozenset()
     canonical = {name for name, _ in model.named_parameters()}
-    return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False) if name not in canonical)
+    return frozenset(
+        name for name, _ in model.named_parameters(remove_duplicate=False) if name not in canonical
+    )
 
 
 def invalidate_quantized(model: nn.Module) -> None:
@@ -256,6 +284,8 @@ def published_forward(
         for name, module in selected.items():
             if isinstance(module, QuantLinear | QuantExperts):
                 continue
-            handle = module.register_forward_hook(lambda module, inputs, _, name=name: low_bit(name, module, inputs))
+            handle = module.register_forward_hook(
+                lambda module, inputs, _, name=name: low_bit(name, module, inputs)
+            )
             stack.callback(handle.remove)
         yield

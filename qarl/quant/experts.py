@@ -69,7 +69,9 @@ def matrices(name: str, shape: tuple[int, ...]) -> Iterator[Matrix]:
     height = shape[1] // len(STACKS[leaf])
     for expert in range(experts):
         for place, matrix in enumerate(STACKS[leaf]):
-            yield Matrix(f"{owner}.{expert}.{matrix}", expert, slice(place * height, (place + 1) * height))
+            yield Matrix(
+                f"{owner}.{expert}.{matrix}", expert, slice(place * height, (place + 1) * height)
+            )
 
 
 def unstacked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -87,7 +89,10 @@ def unstacked_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[i
     split: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if is_stack(name, shape):
-            split |= {f"{m.name}.weight": (m.rows.stop - m.rows.start, shape[2]) for m in matrices(name, shape)}
+            split |= {
+                f"{m.name}.weight": (m.rows.stop - m.rows.start, shape[2])
+                for m in matrices(name, shape)
+            }
         else:
             split[name] = shape
     return split
@@ -105,14 +110,18 @@ def stacked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
     """Yield `tensors`, with the matrices of a layer's experts copied into stacks, named as on the wire.
 
     Other tensors are unchanged. So are the matrices of a layer whose experts are not complete or not alike."""
-    for layer, group in groupby(tensors, key=lambda item: (_OF_EXPERT.fullmatch(item[0]) or [None, None])[1]):
+    for layer, group in groupby(
+        tensors, key=lambda item: (_OF_EXPERT.fullmatch(item[0]) or [None, None])[1]
+    ):
         if layer is None:
             yield from group
         else:
             yield from _stacks_of(layer, list(group))
 
 
-def _stacks_of(layer: str, members: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+def _stacks_of(
+    layer: str, members: list[tuple[str, torch.Tensor]]
+) -> list[tuple[str, torch.Tensor]]:
     """Return the stacks of a layer's `members`, or `members` if they do not make whole stacks."""
     by_matrix: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
     for name, tensor in members:
@@ -138,7 +147,9 @@ def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _holds_stacks(module: nn.Module) -> bool:
-    own = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
+    own = {
+        name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)
+    }
     return own.keys() >= STACKS.keys() and all(is_stack(name, own[name]) for name in STACKS)
 
 
@@ -167,7 +178,10 @@ class QuantizedStack:
                 yield f"{matrix.name}.{leaf}", tensor[matrix.expert, matrix.rows]
             if "weight_packed" in self.tensors:
                 size = [matrix.rows.stop - matrix.rows.start, self.shape[2]]
-                yield f"{matrix.name}.weight_shape", torch.tensor(size, dtype=torch.int64, device="cpu")
+                yield (
+                    f"{matrix.name}.weight_shape",
+                    torch.tensor(size, dtype=torch.int64, device="cpu"),
+                )
 
 
 def quantize_stack(weight: torch.Tensor, scheme: Scheme, *, name: str) -> QuantizedStack:
@@ -180,7 +194,11 @@ def quantize_stack(weight: torch.Tensor, scheme: Scheme, *, name: str) -> Quanti
     tensors = {"weight": weight}
     if scheme.quantized:
         flat = quantize(weight.reshape(experts * rows, columns), scheme, name=name).tensors
-        tensors = {leaf: t.view(experts, rows, t.shape[1]) for leaf, t in flat.items() if leaf != "weight_shape"}
+        tensors = {
+            leaf: t.view(experts, rows, t.shape[1])
+            for leaf, t in flat.items()
+            if leaf != "weight_shape"
+        }
     return QuantizedStack(name, scheme, (experts, rows, columns), tensors)
 
 
@@ -253,25 +271,34 @@ class QuantExperts(QuantLayer):
         """Return both quantized stacks of the current weights by the names of their parameters."""
         if self.stored is not None:
             layout = self.kernel.layout
-            return {leaf: self._restored(leaf, from_layout(tensors, layout)) for leaf, tensors in self.stored.items()}
+            return {
+                leaf: self._restored(leaf, from_layout(tensors, layout))
+                for leaf, tensors in self.stored.items()
+            }
         if self._quantized is None or self.stale:
             self.invalidate()
             with torch.no_grad():
                 made = {
                     leaf: quantize_stack(
-                        getattr(self, leaf).detach(), self.scheme, name=f"{self.qualified_name}.{leaf}"
+                        getattr(self, leaf).detach(),
+                        self.scheme,
+                        name=f"{self.qualified_name}.{leaf}",
                     )
                     for leaf in STACKS
                 }
                 with phase("prepare"):
-                    self._low_bit = LowBitExperts.of(self.kernel, *(stack.tensors for stack in made.values()))
+                    self._low_bit = LowBitExperts.of(
+                        self.kernel, *(stack.tensors for stack in made.values())
+                    )
             self._quantized = made
             self._mark()
         return self._quantized
 
     def _restored(self, leaf: str, tensors: Tensors) -> QuantizedStack:
         experts, rows, columns = getattr(self, leaf).shape
-        return QuantizedStack(self.published_as(leaf), self.scheme, (experts, rows, columns), dict(tensors))
+        return QuantizedStack(
+            self.published_as(leaf), self.scheme, (experts, rows, columns), dict(tensors)
+        )
 
     def by_weight(self) -> dict[str, QuantizedStack]:
         return self.quantized()
@@ -285,7 +312,9 @@ class QuantExperts(QuantLayer):
         """Return BF16 [T, H] from `hidden_states` BF16 [T, H], each token's experts [T, k] and their weights [T, k]."""
         self.check_input(hidden_states.dtype)
         experts = self.low_bit()
-        y = fused_experts(hidden_states, top_k_weights, top_k_index, self.gate_up_proj, self.down_proj, experts)
+        y = fused_experts(
+            hidden_states, top_k_weights, top_k_index, self.gate_up_proj, self.down_proj, experts
+        )
         if y.requires_grad:
             generation = self.generation
             y.register_hook(lambda _: self.check_unchanged(generation))
@@ -306,10 +335,16 @@ def check_experts(experts: nn.Module, name: str) -> None:
     Gate and up must be in one stack.
     """
     flags = {"has_gate": True, "is_concatenated": True, "has_bias": False, "is_transposed": False}
-    wrong = [f"{flag}={not wanted}" for flag, wanted in flags.items() if getattr(experts, flag, wanted) is not wanted]
+    wrong = [
+        f"{flag}={not wanted}"
+        for flag, wanted in flags.items()
+        if getattr(experts, flag, wanted) is not wanted
+    ]
     activation: Any = getattr(experts, "act_fn", None)
     probe = torch.linspace(-4.0, 4.0, 33, device="cpu")
-    computes = getattr(activation, "forward", activation)  # without hooks, such as those of qarl.align.levels
+    computes = getattr(
+        activation, "forward", activation
+    )  # without hooks, such as those of qarl.align.levels
     if activation is None or not torch.equal(computes(probe), torch.nn.functional.silu(probe)):
         wrong.append(f"activation {type(activation).__name__}")
     if wrong:

@@ -106,7 +106,9 @@ class ShardedQuantExperts(_Sharded, QuantExperts):
         return ExpertsInOneCopy(self.kernel, *(self._stack(leaf) for leaf in STACKS))
 
     def _stack(self, leaf: str) -> dict[str, torch.Tensor]:
-        return _gathered(self, leaf) if self.shards else {"weight": self.get_parameter(leaf).detach()}
+        return (
+            _gathered(self, leaf) if self.shards else {"weight": self.get_parameter(leaf).detach()}
+        )
 
 
 def _shard(layer: QuantLinear | QuantExperts, leaf: str) -> WeightShard:
@@ -125,7 +127,11 @@ def _gathered(layer: QuantLinear | QuantExperts, leaf: str) -> dict[str, torch.T
 
 
 def quantize_before_sharding(
-    model: nn.Module, *, scheme: Scheme, ignore: Sequence[str] = convert.DEFAULT_IGNORE, device: torch.device
+    model: nn.Module,
+    *,
+    scheme: Scheme,
+    ignore: Sequence[str] = convert.DEFAULT_IGNORE,
+    device: torch.device,
 ) -> convert.QuantReport:
     """Replace the linears and experts that `scheme` quantizes, in place. Parameters and their names stay the same.
 
@@ -133,7 +139,9 @@ def quantize_before_sharding(
     """
     selected, skipped = convert.select_linears(model, scheme, ignore)
     classes = ShardedQuantLinear, ShardedQuantExperts
-    return convert.replace_selected(model, selected, skipped, scheme, ignore, *classes, device=device)
+    return convert.replace_selected(
+        model, selected, skipped, scheme, ignore, *classes, device=device
+    )
 
 
 def quantize_shards(model: nn.Module, device: torch.device | None = None) -> None:
@@ -153,7 +161,12 @@ def quantize_shards(model: nn.Module, device: torch.device | None = None) -> Non
             parameter = module.get_parameter(leaf)
             if isinstance(parameter, DTensor):  # else it is still gathered, and so it is attached
                 shard.attach(parameter)
-    shards = [shard for module in model.modules() if isinstance(module, _Sharded) for shard in module.shards.values()]
+    shards = [
+        shard
+        for module in model.modules()
+        if isinstance(module, _Sharded)
+        for shard in module.shards.values()
+    ]
     _together(shards, device)
 
 
@@ -179,11 +192,16 @@ def _together(shards: Sequence[WeightShard], device: torch.device | None) -> Non
     mesh = shards[0].parameter.device_mesh
     rank = torch.full((1,), 0 if failure is None else 1 + mesh.get_rank(), device=mesh.device_type)
     for dim in range(mesh.ndim):
-        torch.distributed.all_reduce(rank, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
+        torch.distributed.all_reduce(
+            rank, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim)
+        )
     if failure is not None:
         raise failure
     if failed := int(rank):
-        raise UserError(f"rank {failed - 1} could not quantize its part of the weights", fix="see that rank's error")
+        raise UserError(
+            f"rank {failed - 1} could not quantize its part of the weights",
+            fix="see that rank's error",
+        )
 
 
 def sharded_wire_tensors(
@@ -206,7 +224,9 @@ def sharded_wire_tensors(
     entries = model.state_dict()
     quantize_shards(model, device)
     layers: Mapping[str, nn.Module] = dict(model.named_modules())
-    selected = convert.owners(convert.select_linears(model, scheme, ignore)[0]) if scheme.quantized else {}
+    selected = (
+        convert.owners(convert.select_linears(model, scheme, ignore)[0]) if scheme.quantized else {}
+    )
     tied = convert.tied_names(model)
     for name, entry in entries.items():
         if name in tied:
@@ -216,11 +236,17 @@ def sharded_wire_tensors(
             yield from unquantized_tensors(name, gather(entry), stacks=True)
             continue
         layer = layers[owner]
-        shard = layer.shards[leaf] if isinstance(layer, _Sharded) else _shard_of(name, entry, scheme, device)
+        shard = (
+            layer.shards[leaf]
+            if isinstance(layer, _Sharded)
+            else _shard_of(name, entry, scheme, device)
+        )
         yield from _named(name, shard.gather(), scheme, tuple(entry.shape))
 
 
-def _shard_of(name: str, entry: DTensor, scheme: Scheme, device: torch.device | None) -> WeightShard:
+def _shard_of(
+    name: str, entry: DTensor, scheme: Scheme, device: torch.device | None
+) -> WeightShard:
     """Quantize this rank's shard of a state-dict entry whose layer was not converted, and return it."""
     shard = WeightShard(name, scheme, tuple(entry.shape))
     shard.attach(entry)
@@ -235,4 +261,6 @@ def _named(
     if len(shape) == 3:
         yield from QuantizedStack(name, scheme, shape, tensors).stacked()
         return
-    yield from QuantizedTensor.of(scheme, (shape[0], shape[1]), tensors).named(name.rpartition(".")[0])
+    yield from QuantizedTensor.of(scheme, (shape[0], shape[1]), tensors).named(
+        name.rpartition(".")[0]
+    )

@@ -144,8 +144,14 @@ class QuantLayer(nn.Module):
         layout = self.kernel.layout if self.stores_layout else None
         for name, weight in made.items():
             tensors = to_layout(weight.tensors, layout, weight.shape)
-            self.stored[name] = {leaf: tensor for leaf, tensor in tensors.items() if leaf != "weight_shape"}
-            setattr(self, name, nn.Parameter(getattr(self, name).detach().to("meta"), requires_grad=False))
+            self.stored[name] = {
+                leaf: tensor for leaf, tensor in tensors.items() if leaf != "weight_shape"
+            }
+            setattr(
+                self,
+                name,
+                nn.Parameter(getattr(self, name).detach().to("meta"), requires_grad=False),
+            )
         for attribute in self.MADE:
             setattr(self, attribute, None)
         self._mark()
@@ -162,7 +168,8 @@ class QuantLayer(nn.Module):
             if layout is not None and f"{prefix}.{layout.codes}" in storage:
                 own = to_layout(own, layout, tuple(getattr(self, name).shape))
             stored[name] = {
-                leaf: shared(f"{prefix}.{leaf}", t, storage.get(f"{prefix}.{leaf}")) for leaf, t in own.items()
+                leaf: shared(f"{prefix}.{leaf}", t, storage.get(f"{prefix}.{leaf}"))
+                for leaf, t in own.items()
             }
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -172,7 +179,9 @@ class QuantLayer(nn.Module):
     def invalidate(self) -> None:
         """Drop the quantized tensors. The next use makes them again. Raise RuntimeError if the layer is frozen."""
         if self.frozen:
-            raise RuntimeError(f"{self.qualified_name} is frozen, so its weights cannot be quantized again")
+            raise RuntimeError(
+                f"{self.qualified_name} is frozen, so its weights cannot be quantized again"
+            )
         self._marks = ()
         for name in self.MADE:
             setattr(self, name, None)
@@ -194,12 +203,20 @@ class QuantLayer(nn.Module):
     def check_unchanged(self, generation: int) -> None:
         """Raise RuntimeError unless the weights are those of the forward, which had this `generation`."""
         if self.generation != generation or self.stale:
-            raise RuntimeError(f"{self.qualified_name} changed between its forward and its backward")
+            raise RuntimeError(
+                f"{self.qualified_name} changed between its forward and its backward"
+            )
 
 
 class _StraightThroughLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: QuantLinear) -> Any:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        layer: QuantLinear,
+    ) -> Any:
         ctx.save_for_backward(x)
         ctx.layer = layer
         ctx.generation = layer.generation
@@ -264,7 +281,9 @@ class QuantLinear(QuantLayer, nn.Linear):
             return QuantizedTensor.of(self.scheme, (self.out_features, self.in_features), tensors)
         if self._quantized is None or self.stale:
             with torch.no_grad():
-                made = quantize(self.weight.detach(), self.scheme, name=f"{self.qualified_name}.weight")
+                made = quantize(
+                    self.weight.detach(), self.scheme, name=f"{self.qualified_name}.weight"
+                )
                 with phase("prepare"):
                     self.prepared = self.kernel.prepare(made.tensors)
             self._quantized = made

@@ -35,7 +35,9 @@ def default_dtype_kept() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def meta_model(hf_config: Any, *, trust_remote_code: bool = False, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def meta_model(
+    hf_config: Any, *, trust_remote_code: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> nn.Module:
     """Return the causal language model that `hf_config` describes, in `dtype` on the meta device.
 
     Raise ValueError if transformers has no class for it. Exceptions of the class itself are not caught.
@@ -64,7 +66,10 @@ def restore_buffers(model: Any) -> list[str]:
         have = dict(module.named_buffers(recurse=False))[last]
         if last in module._non_persistent_buffers_set:
             setattr(module, last, wanted.to(have.device))
-        elif have.shape == wanted.shape and torch.promote_types(have.dtype, wanted.dtype) == have.dtype:
+        elif (
+            have.shape == wanted.shape
+            and torch.promote_types(have.dtype, wanted.dtype) == have.dtype
+        ):
             setattr(module, last, have.to(wanted.dtype))
         else:
             raise _wrong_buffer(name, have, wanted)
@@ -90,7 +95,11 @@ def wrong_buffers(model: Any) -> dict[str, torch.Tensor]:
         have = actual[name]
         want = wanted[name]
         known = not (have.is_meta or want.is_meta or name in stored)
-        if have.dtype != want.dtype or have.shape != want.shape or (known and not torch.equal(have.cpu(), want)):
+        if (
+            have.dtype != want.dtype
+            or have.shape != want.shape
+            or (known and not torch.equal(have.cpu(), want))
+        ):
             wrong[name] = want
     return wrong
 

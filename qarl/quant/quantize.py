@@ -53,10 +53,15 @@ class QuantizedTensor:
     tensors: dict[str, Tensor]
 
     @classmethod
-    def of(cls, scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+    def of(
+        cls, scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Tensor]
+    ) -> QuantizedTensor:
         """Add `weight_shape`, which other layouts and shards leave out, to int4 `tensors`."""
         if "weight_packed" in tensors:
-            tensors = {**tensors, "weight_shape": torch.tensor(shape, dtype=torch.int64, device="cpu")}
+            tensors = {
+                **tensors,
+                "weight_shape": torch.tensor(shape, dtype=torch.int64, device="cpu"),
+            }
         return cls(scheme, shape, dict(tensors))
 
     def named(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -79,7 +84,9 @@ class QuantizedTensor:
         to the sum.
         """
         if "weight_packed" in self.tensors:
-            return dequantize_int4(self.tensors["weight_packed"], self.tensors["weight_scale"], dtype)
+            return dequantize_int4(
+                self.tensors["weight_packed"], self.tensors["weight_scale"], dtype
+            )
         return self.tensors["weight"].float().mul_(self.tensors["weight_scale"]).to(dtype)
 
 
@@ -133,7 +140,9 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
 
 
 @torch.no_grad()
-def quantize_unchecked(weight: Tensor, scheme: Scheme, *, name: str) -> tuple[QuantizedTensor, Tensor]:
+def quantize_unchecked(
+    weight: Tensor, scheme: Scheme, *, name: str
+) -> tuple[QuantizedTensor, Tensor]:
     """Do the same as `quantize` without waiting for the device.
 
     Return the tensors and a flag, int32 [1]. If it is not 0, `weight` has a NaN or an Inf, and the tensors are invalid.
@@ -147,14 +156,24 @@ def quantize_unchecked(weight: Tensor, scheme: Scheme, *, name: str) -> tuple[Qu
             problem,
             where=f"parameter {name}",
             fix="add the layer to quant.ignore"
-            + (", or set quant.group_size to a divisor of the input features" if args.group_size else ""),
+            + (
+                ", or set quant.group_size to a divisor of the input features"
+                if args.group_size
+                else ""
+            ),
         )
     weight = weight.detach()
-    fused = is_gpu(weight.device) and weight.dtype != torch.float16 and importlib.util.find_spec("triton") is not None
+    fused = (
+        is_gpu(weight.device)
+        and weight.dtype != torch.float16
+        and importlib.util.find_spec("triton") is not None
+    )
     exact = fused and (weight.is_meta or fused_is_exact(weight.dtype, weight.device, args))
     values, scale, nonfinite = (_run_fused if exact else _eager)(weight, args)
     codes = "weight_packed" if args.num_bits == 4 else "weight"
-    return QuantizedTensor.of(scheme, (rows, cols), {codes: values, "weight_scale": scale}), nonfinite
+    return QuantizedTensor.of(
+        scheme, (rows, cols), {codes: values, "weight_scale": scale}
+    ), nonfinite
 
 
 def nonfinite_error(weight: Tensor, name: str) -> UserError:
@@ -206,7 +225,9 @@ def _scale(absmax: Tensor, half_range: float) -> Tensor:
 def _codes(groups: Tensor, scale: Tensor) -> Tensor:
     """Return code + 8, in 0..15, as int16 [N, K/g, g]."""
     rounder, base = _ROUNDERS[groups.dtype]
-    rounded = torch.div(groups, scale.unsqueeze(-1)).add_(rounder).view(FLOAT_BITS[groups.dtype].integer)
+    rounded = (
+        torch.div(groups, scale.unsqueeze(-1)).add_(rounder).view(FLOAT_BITS[groups.dtype].integer)
+    )
     return rounded.clamp_(base, base + 15).bitwise_and_(0xF).to(torch.int16)
 
 
@@ -245,10 +266,15 @@ def _run_fused(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]
 def fused_is_exact(dtype: torch.dtype, device: torch.device, args: QuantArgs) -> bool:
     """Return whether the fused kernel gives the bytes of the PyTorch steps for all of `check_weights`. Warn if not."""
     for what, weight in check_weights(dtype, args.group_size or 64).items():
-        made = zip(_run_fused(weight.to(device), args), _eager(weight.to(device), args), strict=True)
+        made = zip(
+            _run_fused(weight.to(device), args), _eager(weight.to(device), args), strict=True
+        )
         if not all(a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)) for a, b in made):
             kind = f"{args.num_bits}-bit {args.type} of {dtype}"
-            warnings.warn(f"the fused quantizer is not used on {device}: {kind} differ for {what}", stacklevel=2)
+            warnings.warn(
+                f"the fused quantizer is not used on {device}: {kind} differ for {what}",
+                stacklevel=2,
+            )
             return False
     return True
 
@@ -265,7 +291,9 @@ def check_weights(dtype: torch.dtype, group_size: int) -> dict[str, Tensor]:
     numbers = numbers[numbers.isfinite()]
     shuffled = numbers[torch.randperm(len(numbers), generator=generator)].float()
     if dtype == torch.float32:
-        shuffled.mul_(1 + torch.rand(len(shuffled), generator=generator) / 256).clamp_(-3.3e38, 3.3e38)
+        shuffled.mul_(1 + torch.rand(len(shuffled), generator=generator) / 256).clamp_(
+            -3.3e38, 3.3e38
+        )
     width = 24 * group_size
     whole = len(numbers) // width * width
     normal = torch.randn(67, 3 * group_size, generator=generator).mul_(0.02)
@@ -274,7 +302,10 @@ def check_weights(dtype: torch.dtype, group_size: int) -> dict[str, Tensor]:
         "all numbers in order": numbers[:whole].view(-1, width),
         "all numbers shuffled": shuffled[:whole].view(-1, width),
         "normal numbers": normal,
-        "ties": torch.arange(-15, 16).div(2).repeat(group_size // 31 + 1)[:group_size].expand(4, -1),
+        "ties": torch.arange(-15, 16)
+        .div(2)
+        .repeat(group_size // 31 + 1)[:group_size]
+        .expand(4, -1),
     }
     return {what: weight.to(dtype).contiguous() for what, weight in weights.items()}
 

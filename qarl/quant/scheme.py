@@ -94,7 +94,9 @@ class Scheme:
         shape = f"{name} has shape [{out_features}, {in_features}]"
         return f"{shape}: {in_features} input features are not a multiple of group_size {group}"
 
-    def wire_specs(self, out_features: int, in_features: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def wire_specs(
+        self, out_features: int, in_features: int
+    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of each wire tensor that represents a BF16 [out_features, in_features] weight."""
         if self.weights is None:
             return {"weight": (torch.bfloat16, (out_features, in_features))}
@@ -104,7 +106,10 @@ class Scheme:
             return {"weight": (codes, (out_features, in_features)), "weight_scale": scales}
         return {
             "weight_packed": (torch.int32, (out_features, in_features // PACK_FACTOR)),
-            "weight_scale": (torch.bfloat16, (out_features, in_features // (self.group_size or in_features))),
+            "weight_scale": (
+                torch.bfloat16,
+                (out_features, in_features // (self.group_size or in_features)),
+            ),
             "weight_shape": (torch.int64, (2,)),
         }
 
@@ -114,7 +119,11 @@ class Scheme:
         Fields without a value are omitted, not written as null, because older releases of compressed-tensors reject
         fields that they do not know.
         """
-        from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
+        from compressed_tensors.quantization import (
+            QuantizationConfig,
+            QuantizationScheme,
+            QuantizationStatus,
+        )
 
         assert self.weights is not None
         activations = self.input_activations
@@ -172,7 +181,9 @@ def get_scheme(name: str, group_size: int = 128) -> Scheme:
         return Scheme(name, _per_channel("int"), _per_token("int"), format="int-quantized")
     if name == "fp8":
         return Scheme(name, _per_channel("float"), _per_token("float"), format="float-quantized")
-    raise UserError(f"there is no scheme {name!r}", where="quant.scheme", fix=f"use one of {', '.join(SCHEMES)}")
+    raise UserError(
+        f"there is no scheme {name!r}", where="quant.scheme", fix=f"use one of {', '.join(SCHEMES)}"
+    )
 
 
 def _int4(group_size: int) -> QuantArgs:
@@ -214,7 +225,11 @@ def _from_parsed(config: QuantizationConfig) -> Scheme:
     if group.weights is None or group.output_activations is not None:
         raise ValueError("it must quantize weights and must not quantize outputs")
     weights = QuantArgs.from_compressed_tensors(group.weights)
-    activations = QuantArgs.from_compressed_tensors(group.input_activations) if group.input_activations else None
+    activations = (
+        QuantArgs.from_compressed_tensors(group.input_activations)
+        if group.input_activations
+        else None
+    )
     for name in SCHEMES:
         scheme = get_scheme(name, group_size=weights.group_size or 128)
         layout = (scheme.weights, scheme.input_activations, scheme.format)

@@ -27,7 +27,11 @@ def requantize(model: nn.Module) -> None:
 
 
 def packed_state_dict(
-    model: nn.Module, *, scheme: Scheme | None = None, ignore: Sequence[str] = DEFAULT_IGNORE, stacks: bool = False
+    model: nn.Module,
+    *,
+    scheme: Scheme | None = None,
+    ignore: Sequence[str] = DEFAULT_IGNORE,
+    stacks: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of the model under its checkpoint name, in layer order.
 
@@ -62,7 +66,9 @@ def packed_state_dict(
             yield from packed_tensor(name, tensor, scheme, stacks=stacks)
 
 
-def unquantized_tensors(name: str, tensor: torch.Tensor, *, stacks: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def unquantized_tensors(
+    name: str, tensor: torch.Tensor, *, stacks: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield an unquantized tensor of a state dict as `packed_state_dict` does."""
     if stacks and is_stack(name, tensor.shape):
         yield f"{name}.weight", tensor

@@ -48,13 +48,19 @@ class GatheredWeight(torch.Tensor):
     tensors: dict[str, torch.Tensor]
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> GatheredWeight:
+    def __new__(
+        cls, shape: torch.Size, dtype: torch.dtype, tensors: dict[str, torch.Tensor]
+    ) -> GatheredWeight:
         device = next(iter(tensors.values())).device
-        self: GatheredWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        self: GatheredWeight = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device
+        )
         self.tensors = tensors
         return self
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, shape: torch.Size, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
         """Wrap `tensors`. FSDP2's parameter and all its aliases share this one dictionary."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # PyTorch's own way to disable it
@@ -68,7 +74,9 @@ class GatheredWeight(torch.Tensor):
         whole = func is torch.ops.aten.as_strided.default and tuple(args[1]) == tuple(weight.shape)
         if func in _ALIASES or whole:
             return cls(weight.shape, weight.dtype, weight.tensors)
-        raise RuntimeError(f"{func} needs a BF16 weight, but only its low-bit tensors were gathered")
+        raise RuntimeError(
+            f"{func} needs a BF16 weight, but only its low-bit tensors were gathered"
+        )
 
 
 Tensors = dict[str, torch.Tensor]
@@ -94,7 +102,9 @@ class WeightShard:
     its own layout (for example `TILES` of `qarl.kernels.cpu.vllm_linears`). `gather` converts back to wire tensors.
     """
 
-    def __init__(self, name: str, scheme: Scheme, shape: tuple[int, ...], *, layout: Layout | None = None) -> None:
+    def __init__(
+        self, name: str, scheme: Scheme, shape: tuple[int, ...], *, layout: Layout | None = None
+    ) -> None:
         self.name, self.scheme, self.shape = name, scheme, torch.Size(shape)
         self.generation = 0
         self._layout = layout if scheme.format == "pack-quantized" else None
@@ -158,7 +168,11 @@ class WeightShard:
         if len(self.shape) == 3:
             made = {name: tensor.unflatten(0, (padded, -1)) for name, tensor in made.items()}
         layout = self._layout
-        if layout is not None and layout.fits(self.shape) and layout.fits((padded, *self.shape[1:])):
+        if (
+            layout is not None
+            and layout.fits(self.shape)
+            and layout.fits((padded, *self.shape[1:]))
+        ):
             made = layout.convert(made)
         self._store(made)
         self._versions = versions
@@ -188,7 +202,9 @@ class WeightShard:
         It must have one parameter. With five, FSDP2 would require tensors of the master's shape.
         """
         if self._buffer is None or self.stale:
-            raise RuntimeError(f"{self.name} has changed since its rows were quantized; call quantize_shards before")
+            raise RuntimeError(
+                f"{self.name} has changed since its rows were quantized; call quantize_shards before"
+            )
         if mesh.size() == 1:
             return (self._buffer,), None
         return tuple(slot.of(self._buffer) for slot in self._slots), None
@@ -204,7 +220,9 @@ class WeightShard:
         """Wrap the gathered tensors without a copy. They are views of buffers that FSDP2 frees and fills again."""
         if len(gathered) == 1:
             gathered = tuple(slot.of(gathered[0]) for slot in self._slots)
-        tensors = {slot.name: self._cut(tensor) for slot, tensor in zip(self._slots, gathered, strict=True)}
+        tensors = {
+            slot.name: self._cut(tensor) for slot, tensor in zip(self._slots, gathered, strict=True)
+        }
         if out is None:
             return GatheredWeight(self.shape, param_dtype, tensors), ()
         assert isinstance(out, GatheredWeight)
@@ -224,7 +242,9 @@ class WeightShard:
         placements = self.parameter.placements
         tensors = {}
         for slot in self._slots:
-            part = DTensor.from_local(slot.of(self._buffer).view(torch.uint8), mesh, placements, run_check=False)
+            part = DTensor.from_local(
+                slot.of(self._buffer).view(torch.uint8), mesh, placements, run_check=False
+            )
             tensors[slot.name] = self._cut(part.full_tensor().view(slot.dtype))
         return dict(from_layout(tensors, self._layout))
 

@@ -27,7 +27,12 @@ def _main(argv: list[str]) -> int:
         raise UserError("no run folder was given", where="command line", fix=fix)
     if pages and not pages[0].endswith(".html"):
         what = f"together={pages[0]} is not the name of an HTML file"
-        raise UserError(what, where="command line", why="an existing file of that name would be replaced", fix=fix)
+        raise UserError(
+            what,
+            where="command line",
+            why="an existing file of that name would be replaced",
+            fix=fix,
+        )
     from qarl.report.page import write_comparison, write_report
 
     for path in [write_comparison(runs, pages[0])] if pages else map(write_report, runs):

@@ -43,7 +43,14 @@ MOST_POINTS = 1000
 SAMPLE_CHARACTERS = 2_000_000
 TEXT_CHARACTERS = 200_000
 """Largest number of characters that the report quotes from the config, and from the versions."""
-_COMPARED = ("quant_align", "accuracy_before", "accuracy_after", "mismatch_abs_mean", "mismatch_k3_mean", "seconds")
+_COMPARED = (
+    "quant_align",
+    "accuracy_before",
+    "accuracy_after",
+    "mismatch_abs_mean",
+    "mismatch_k3_mean",
+    "seconds",
+)
 _SHOWN = {"since_step", "sign", "text", "remedy"}
 """Keys of a warning sign that the page shows."""
 
@@ -75,17 +82,28 @@ def comparison(run_dirs: Sequence[str | Path], name: str) -> dict[str, Any]:
     runs = dict(zip(names, map(contents, run_dirs), strict=True))
     summaries = {run: data["summary"] or {} for run, data in runs.items()}
     whole = {
-        "failed": next((summary["failed"] for summary in summaries.values() if summary.get("failed")), None),
+        "failed": next(
+            (summary["failed"] for summary in summaries.values() if summary.get("failed")), None
+        ),
         "finished": all(summary.get("finished") for summary in summaries.values()),
     }
     logged = sorted({key for data in runs.values() for key in data["series"]})
-    series = {f"{key} {run}": values for run, data in runs.items() for key, values in data["series"].items()}
+    series = {
+        f"{key} {run}": values
+        for run, data in runs.items()
+        for key, values in data["series"].items()
+    }
     return next(iter(runs.values())) | {
         "name": name,
         "step": max(data["step"] for data in runs.values()),
         "total": None,
         "summary": whole
-        | {f"{key}: {run}": summary[key] for key in _COMPARED for run, summary in summaries.items() if key in summary},
+        | {
+            f"{key}: {run}": summary[key]
+            for key in _COMPARED
+            for run, summary in summaries.items()
+            if key in summary
+        },
         "series": dict(sorted(series.items())),
         "charts": [
             asdict(chart)
@@ -97,7 +115,9 @@ def comparison(run_dirs: Sequence[str | Path], name: str) -> dict[str, Any]:
             for lines in [chart.lines_in(logged)]
             for key, label in lines.items()
         ],
-        "bars": bars_of_report({run: read_metrics(folder) for run, folder in zip(names, run_dirs, strict=True)}),
+        "bars": bars_of_report(
+            {run: read_metrics(folder) for run, folder in zip(names, run_dirs, strict=True)}
+        ),
         "phases": [],
         "warnings": [
             warning | {"sign": f"{warning['sign']}, {run}"}
@@ -125,10 +145,18 @@ def page(data: dict[str, Any]) -> str:
     style, script = (_packaged(f"page.{kind}") for kind in ("css", "js"))
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; form-action 'none'"
-    parts = {"POLICY": policy, "TITLE": html.escape(str(data["name"])), "STYLE": style, "SCRIPT": script, "DATA": text}
+    parts = {
+        "POLICY": policy,
+        "TITLE": html.escape(str(data["name"])),
+        "STYLE": style,
+        "SCRIPT": script,
+        "DATA": text,
+    }
     # The frame is split at its marks before texts are inserted, so a mark inside a text stays text.
     before, *rest = _packaged("page.html").split("@@")
-    return before + "".join(parts[piece] if place % 2 == 0 else piece for place, piece in enumerate(rest))
+    return before + "".join(
+        parts[piece] if place % 2 == 0 else piece for place, piece in enumerate(rest)
+    )
 
 
 def _hash(text: str) -> str:
@@ -154,7 +182,9 @@ def contents(run_dir: str | Path) -> dict[str, Any]:
         "total": _total_steps(config),
         "summary": _summary(run_dir / "summary.json"),
         "series": {name: series for name in names if (series := series_of(entries, name))},
-        "charts": [asdict(chart) | {"lines": list(chart.lines_in(names).items())} for chart in CHARTS],
+        "charts": [
+            asdict(chart) | {"lines": list(chart.lines_in(names).items())} for chart in CHARTS
+        ],
         "bars": bars_of_report({"": entries}),
         "phases": phases_of(entries),
         "warnings": _warnings(run_dir / WARNINGS_FILE),
@@ -182,7 +212,11 @@ def _summary(path: Path) -> dict[str, Any] | None:
 
 def _warnings(path: Path) -> list[Any]:
     """Return the warning signs of a run in order of their first steps, without those that lack what the page shows."""
-    whole = [warning for warning in read_lines(path) if isinstance(warning, dict) and warning.keys() >= _SHOWN]
+    whole = [
+        warning
+        for warning in read_lines(path)
+        if isinstance(warning, dict) and warning.keys() >= _SHOWN
+    ]
     return sorted(whole, key=lambda warning: int(warning["since_step"]))
 
 
@@ -190,10 +224,18 @@ def series_of(entries: Sequence[Mapping[str, Any]], name: str) -> Series | None:
     """Return the steps `s` and the values `v` of a metric, or None if it has no number.
 
     NaN and infinities are the strings "nan", "inf" and "-inf", because JSON has no such numbers."""
-    points = [(entry["step"], entry[name]) for entry in entries if isinstance(entry.get(name), (int, float))]
+    points = [
+        (entry["step"], entry[name])
+        for entry in entries
+        if isinstance(entry.get(name), (int, float))
+    ]
     if len(points) > MOST_POINTS:
         points = _extremes(points, MOST_POINTS // 2)
-    return {"s": [step for step, _ in points], "v": [_short(value) for _, value in points]} if points else None
+    return (
+        {"s": [step for step, _ in points], "v": [_short(value) for _, value in points]}
+        if points
+        else None
+    )
 
 
 def _extremes(points: Sequence[tuple[int, float]], groups: int) -> list[tuple[int, float]]:
@@ -201,7 +243,9 @@ def _extremes(points: Sequence[tuple[int, float]], groups: int) -> list[tuple[in
     points_shown = []
     for group in range(groups):
         part = points[group * len(points) // groups : (group + 1) * len(points) // groups]
-        order = sorted(range(len(part)), key=lambda place: (not math.isfinite(part[place][1]), part[place][1]))
+        order = sorted(
+            range(len(part)), key=lambda place: (not math.isfinite(part[place][1]), part[place][1])
+        )
         points_shown += [part[place] for place in sorted({order[0], order[-1]})]
     return points_shown
 
@@ -224,4 +268,8 @@ def fitting_samples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _text(path: Path) -> str:
     """Return a file's text, or "" if it is missing."""
-    return path.read_text(encoding="utf-8", errors="replace")[:TEXT_CHARACTERS] if path.is_file() else ""
+    return (
+        path.read_text(encoding="utf-8", errors="replace")[:TEXT_CHARACTERS]
+        if path.is_file()
+        else ""
+    )

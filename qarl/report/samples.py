@@ -40,7 +40,10 @@ def choose_rows(deltas: Sequence[Sequence[float]], advantages: Sequence[float]) 
 
     NaN counts as the largest |δ|. Rows without tokens are never chosen.
     """
-    sizes = [max((math.inf if math.isnan(delta) else abs(delta) for delta in row), default=-1.0) for row in deltas]
+    sizes = [
+        max((math.inf if math.isnan(delta) else abs(delta) for delta in row), default=-1.0)
+        for row in deltas
+    ]
     present = [row for row, size in enumerate(sizes) if size >= 0]
     chosen = [max(present, key=sizes.__getitem__)] if present else []
     for sign in (1, -1):

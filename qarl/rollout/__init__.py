@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 from qarl.lazy import exporter
 
 if TYPE_CHECKING:
-    from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
+    from qarl.rollout.engine import (
+        EngineConfig,
+        EngineFailed,
+        RolloutBatch,
+        RolloutEngine,
+        SamplingConfig,
+    )
 
 __all__ = ["EngineConfig", "EngineFailed", "RolloutBatch", "RolloutEngine", "SamplingConfig"]
 

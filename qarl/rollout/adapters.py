@@ -86,7 +86,9 @@ def use_vllms_loader() -> None:
     """Undo a replacement of the method with which vLLM loads adapters."""
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-    if "_load_adapter" in vars(LRUCacheWorkerLoRAManager):  # vLLM's own is a method of its base class
+    if "_load_adapter" in vars(
+        LRUCacheWorkerLoRAManager
+    ):  # vLLM's own is a method of its base class
         del LRUCacheWorkerLoRAManager._load_adapter
 
 
@@ -111,7 +113,9 @@ class EngineAdapter:
         self.acts = self.proved = False
         self._published = 0
         self._stacks = {
-            name: stacks for name, stacks in _stacks(model).items() if name.rpartition(".")[2] in spec.targets
+            name: stacks
+            for name, stacks in _stacks(model).items()
+            if name.rpartition(".")[2] in spec.targets
         }
         served = {name.rpartition(".")[2] for name in self._stacks}
         if missing := sorted(set(spec.targets) - served):
@@ -168,7 +172,11 @@ class EngineAdapter:
         generator = torch.Generator().manual_seed(0)
 
         def loud(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            return torch.randn(tensor.shape, generator=generator).to(tensor) if name.endswith(B) else tensor
+            return (
+                torch.randn(tensor.shape, generator=generator).to(tensor)
+                if name.endswith(B)
+                else tensor
+            )
 
         tensors = {name: loud(name, tensor) for name, tensor in adapter.tensors.items()}
         self.publish(replace(adapter, tensors=tensors), version=version)
@@ -200,7 +208,9 @@ class EngineAdapter:
         """Raise UserError unless the engine has this adapter and no other, in every layer, with B scaled once."""
         present = self.present()
         if present != {request.lora_int_id}:
-            raise _lost(version, f"it has the adapters {sorted(present)}, not only {request.lora_int_id}")
+            raise _lost(
+                version, f"it has the adapters {sorted(present)}, not only {request.lora_int_id}"
+            )
         for name, (a, b) in adapter.pairs().items():
             has_a, has_b = self._stacks[name]
             a = a.to(has_a.device)
@@ -251,7 +261,9 @@ class AdapterReceiver:
                 self._take(name, tensor)
         except BaseException as error:
             self._begin = {}
-            self.mark_stale(f"the publish of an adapter did not complete: {getattr(error, 'what', error)}")
+            self.mark_stale(
+                f"the publish of an adapter did not complete: {getattr(error, 'what', error)}"
+            )
             raise
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
@@ -259,7 +271,8 @@ class AdapterReceiver:
             self.mark_stale("the publish of an adapter did not complete")
             if self.base.stale:
                 raise no_place(
-                    "its base has not been published", "run the same command again: it publishes the base first"
+                    "its base has not been published",
+                    "run the same command again: it publishes the base first",
                 )
             self._begin = wire.read_record(name, tensor)
             self._unit = []
@@ -278,7 +291,8 @@ class AdapterReceiver:
             self._unit = []
         elif name == wire.COMMIT:
             self.target.publish(
-                Adapter(**self._begin["adapter"], tensors=self._tensors), version=self._begin["version"]
+                Adapter(**self._begin["adapter"], tensors=self._tensors),
+                version=self._begin["version"],
             )
             self._begin = {}
             self._tensors = {}

@@ -15,7 +15,9 @@ def _require_vllm() -> None:
     check_release()
 
 
-def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int, int], kernels: str = "engine") -> str:
+def chosen_kernel(
+    scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int, int], kernels: str = "engine"
+) -> str:
     """Return the name of the kernel class that vLLM uses on this machine for a weight.
 
     `full_shape`: [N, K] of the weight. `shape`: [N, K] of the part of the weight that one GPU has. `kernels`: a value
@@ -43,7 +45,10 @@ def _chosen_8bit_kernel(scheme: Scheme, shape: tuple[int, int]) -> object:
 
     if scheme.name == "w8a8":
         return kernels.init_int8_linear_kernel(
-            is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name="doctor"
+            is_channelwise=True,
+            is_static_input_scheme=False,
+            input_symmetric=True,
+            module_name="doctor",
         )
     return kernels.init_fp8_linear_kernel(
         activation_quant_key=quant_utils.kFp8DynamicTokenSym,

@@ -9,9 +9,13 @@ import torch
 
 def sampled_log_probs(completion: Any) -> list[float]:
     """Return the log-prob of each token. Raise RuntimeError if one has none."""
-    flat = completion.logprobs  # vLLM's FlatLogprobs, in which the sampled token is the first of its position
+    flat = (
+        completion.logprobs
+    )  # vLLM's FlatLogprobs, in which the sampled token is the first of its position
     if len(flat) != len(completion.token_ids):
-        raise RuntimeError(f"vLLM returned {len(flat)} log-probs for {len(completion.token_ids)} tokens")
+        raise RuntimeError(
+            f"vLLM returned {len(flat)} log-probs for {len(completion.token_ids)} tokens"
+        )
     return [flat.logprobs[start] for start in flat.start_indices]
 
 

@@ -34,7 +34,13 @@ from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
 from qarl.rollout import engine_config, vllm_plugin
 from qarl.rollout.adapters import PROBE, EngineAdapter, no_place, servable
 from qarl.rollout.completions import routed_experts, sampled_log_probs, top_tokens
-from qarl.rollout.engine_config import EngineConfig, SamplingConfig, eager, kernel_request, own_kernels
+from qarl.rollout.engine_config import (
+    EngineConfig,
+    SamplingConfig,
+    eager,
+    kernel_request,
+    own_kernels,
+)
 from qarl.rollout.publish.manifest import (
     Manifest,
     NamedTensor,
@@ -47,7 +53,13 @@ from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.version import checked_version
 from qarl.rollout.publish.writers import ReloadFailed
 from qarl.rollout.response_fingerprint import fingerprint
-from qarl.vllm_versions import check_head_dtype, check_release, is_refusal, loaded_model, release_engine_memory
+from qarl.vllm_versions import (
+    check_head_dtype,
+    check_release,
+    is_refusal,
+    loaded_model,
+    release_engine_memory,
+)
 
 
 @dataclass(frozen=True)
@@ -81,12 +93,16 @@ class RolloutEngine:
         from transformers import AutoConfig
 
         configure_vllm_process()
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a publish cannot reach an engine in another process
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+            "0"  # a publish cannot reach an engine in another process
+        )
         engine_config.check_not_batch_invariant()
         engine_config.check_served(config.scheme.name, config.kernels)
         check_head_dtype(config.head_dtype)
         check_release()
-        hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+        hf_config = AutoConfig.from_pretrained(
+            config.model, trust_remote_code=config.trust_remote_code
+        )
         vllm_plugin.check_loaded(hf_config)
         vllm_plugin.check_linears_loaded(config.kernels)
         if not torch.cuda.is_available():
@@ -113,8 +129,14 @@ class RolloutEngine:
             torch._dynamo.config.disable = True
         try:
             kernels = own_kernels(kernel_request(self.config.kernels, self.config.scheme.name))
-            with default_dtype_kept(), kernels, servable(self.config.adapters, self.config.scheme.name):
-                self.llm = LLM(**engine_config.llm_arguments(self.config, statistics=self._counts_preemptions))
+            with (
+                default_dtype_kept(),
+                kernels,
+                servable(self.config.adapters, self.config.scheme.name),
+            ):
+                self.llm = LLM(
+                    **engine_config.llm_arguments(self.config, statistics=self._counts_preemptions)
+                )
             self._prepare_publish()
         except BaseException as error:
             self.close()
@@ -125,7 +147,11 @@ class RolloutEngine:
         config = self.config
         dtype = TORCH_DTYPES[self.config.dtype]
         self.expected: Manifest = expected_manifest(
-            self.hf_config, config.scheme, config.ignore, trust_remote_code=config.trust_remote_code, dtype=dtype
+            self.hf_config,
+            config.scheme,
+            config.ignore,
+            trust_remote_code=config.trust_remote_code,
+            dtype=dtype,
         )
         check_same_layers(self.model(), self.expected)
         if self.config.kernels != "engine":
@@ -134,7 +160,9 @@ class RolloutEngine:
             check_in_use(self.model(), kernel_request(self.config.kernels, self.config.scheme.name))
         if self.config.adapters is not None:
             self.adapter = EngineAdapter(self.llm.llm_engine, self.model(), self.config.adapters)
-        (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
+        (self.receiver,) = self.llm.collective_rpc(
+            _make_receiver, args=(self.expected, self.config.direct_writes)
+        )
 
     def rebuild(self) -> None:
         """Close vLLM and start a new one with dummy weights. This is the only remedy after `ReloadFailed`. Raise
@@ -146,7 +174,9 @@ class RolloutEngine:
             raise
         except Exception as error:
             reason = f"vLLM failed to start: {type(error).__name__}: {error}"
-            raise EngineFailed("the rollout engine is lost, and a new one could not be started", why=reason) from error
+            raise EngineFailed(
+                "the rollout engine is lost, and a new one could not be started", why=reason
+            ) from error
 
     @property
     def hf_config(self) -> Any:
@@ -177,8 +207,15 @@ class RolloutEngine:
         """Free the GPU memory of the weights and the KV cache until the next `publish` or `generate`. Do nothing on a
         CPU, or if the engine is closed or broken. Raise EngineFailed if vLLM fails."""
         usable = self.receiver is not None and not self.receiver.broken
-        if usable and not self._asleep and self.config.free_cache_engine and torch.cuda.is_available():
-            self._asleep = True  # also after a failure, which may leave a part of the memory unmapped
+        if (
+            usable
+            and not self._asleep
+            and self.config.free_cache_engine
+            and torch.cuda.is_available()
+        ):
+            self._asleep = (
+                True  # also after a failure, which may leave a part of the memory unmapped
+            )
             self._run(lambda: self.llm.sleep(level=1))
 
     def wake_up(self) -> None:
@@ -193,7 +230,10 @@ class RolloutEngine:
             kv_cache.zero_()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        seeds: Sequence[int] | None = None,
     ) -> RolloutBatch:
         """Return one response per prompt. To sample n responses, repeat the prompt n times with n seeds.
 
@@ -222,13 +262,19 @@ class RolloutEngine:
         params = [engine_config.sampling_params(sampling, seed) for seed in used]
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         preemptions = self._preemptions()
-        outputs = self._run(lambda: self.llm.generate(requests, params, use_tqdm=False, lora_request=adapter))
+        outputs = self._run(
+            lambda: self.llm.generate(requests, params, use_tqdm=False, lora_request=adapter)
+        )
         completions = [output.outputs[0] for output in outputs]
         log_probs = [sampled_log_probs(c) for c in completions]
         for i, values in enumerate(log_probs):
             if not all(map(math.isfinite, values)):
-                self.mark_stale(f"response {i} of the last call had a log-prob that is not finite", nan=True)
-                raise FloatingPointError(f"rollout_log_probs of response {i} are not finite: {values[:8]} ...")
+                self.mark_stale(
+                    f"response {i} of the last call had a log-prob that is not finite", nan=True
+                )
+                raise FloatingPointError(
+                    f"rollout_log_probs of response {i} are not finite: {values[:8]} ..."
+                )
         tokens = [list(c.token_ids) for c in completions]
         return RolloutBatch(
             prompt_token_ids=[list(prompt) for prompt in prompts],
@@ -238,7 +284,9 @@ class RolloutEngine:
             weight_version=version,
             top_token_ids=[top_tokens(c) for c in completions] if sampling.top_tokens else None,
             preemptions=self._preemptions() - preemptions,
-            routed_experts=[routed_experts(c) for c in completions] if self.config.return_routed_experts else None,
+            routed_experts=[routed_experts(c) for c in completions]
+            if self.config.return_routed_experts
+            else None,
             sampled=[fingerprint(*row) for row in zip(prompts, tokens, log_probs, strict=True)],
         )
 
@@ -260,15 +308,23 @@ class RolloutEngine:
             ReloadFailed, EngineFailed: vLLM failed in this publish or earlier. Call `rebuild` first.
         """
         if self.receiver is None:
-            raise UserError("the rollout engine is closed", fix="start a new one, or call rebuild()")
+            raise UserError(
+                "the rollout engine is closed", fix="start a new one, or call rebuild()"
+            )
         if isinstance(tensors, Mapping):
             why = "publish takes pairs of names and tensors"
-            raise UserError("the tensors are a mapping", why=why, fix="write publish(packed_state_dict(model), ...)")
+            raise UserError(
+                "the tensors are a mapping",
+                why=why,
+                fix="write publish(packed_state_dict(model), ...)",
+            )
         version = checked_version(version)
         self.wake_up()
         start = time.perf_counter()
         if self.adapter is not None:
-            self.adapter.mark_stale(f"only the base of version {version} has been published to it, and no adapter")
+            self.adapter.mark_stale(
+                f"only the base of version {version} has been published to it, and no adapter"
+            )
             self.adapter.acts = False
         try:
             published = list(tensors)
@@ -278,11 +334,15 @@ class RolloutEngine:
             seconds = {"validate": time.perf_counter() - start}
             self.receiver.write_all(published, version=version)
             if not self.reset_prefix_cache():
-                raise RuntimeError("vLLM could not reset its prefix cache: requests are still running")
+                raise RuntimeError(
+                    "vLLM could not reset its prefix cache: requests are still running"
+                )
         except BaseException as error:
             if not self.receiver.broken or not self.stale:
                 reason = " ".join(str(error).split())[:300]
-                self.mark_stale(f"the publish of version {version} did not complete: {type(error).__name__}: {reason}")
+                self.mark_stale(
+                    f"the publish of version {version} did not complete: {type(error).__name__}: {reason}"
+                )
             raise
         return PublishReport.of(published, self.expected, version, seconds | self.receiver.seconds)
 
@@ -298,7 +358,9 @@ class RolloutEngine:
         if self.adapter is None:
             raise no_place("it was started without adapters", "set EngineConfig.adapters")
         if not self.has_weights:
-            raise no_place("its base has not been published", "call publish with the tensors of the base first")
+            raise no_place(
+                "its base has not been published", "call publish with the tensors of the base first"
+            )
         version = checked_version(version)
         self.wake_up()
         target = self.adapter
@@ -314,7 +376,9 @@ class RolloutEngine:
         """Return the log-prob of the likeliest token after `PROBE`, with or without an adapter."""
         params = engine_config.sampling_params(SamplingConfig(1, temperature=0.0), None)
         prompt: Any = {"prompt_token_ids": PROBE}
-        (output,) = self._run(lambda: self.llm.generate(prompt, params, use_tqdm=False, lora_request=adapter))
+        (output,) = self._run(
+            lambda: self.llm.generate(prompt, params, use_tqdm=False, lora_request=adapter)
+        )
         return sampled_log_probs(output.outputs[0])[0]
 
     def _run(self, call: Callable[[], Any]) -> Any:
@@ -354,7 +418,11 @@ class RolloutEngine:
             del self.llm
         if self._dynamo_was_disabled is not None:
             torch._dynamo.config.disable = self._dynamo_was_disabled
-        others = (engine for engine in _OPEN if engine is not self and engine.receiver and not engine.receiver.broken)
+        others = (
+            engine
+            for engine in _OPEN
+            if engine is not self and engine.receiver and not engine.receiver.broken
+        )
         release_engine_memory([engine.model() for engine in others])
 
     def __enter__(self) -> RolloutEngine:
@@ -372,7 +440,11 @@ class RolloutEngine:
 
 def _check_requests(prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> None:
     """Raise UserError before vLLM sees requests that would end its engine, or this call in the middle."""
-    bad = [f"a prompt is {prompt!r:.60}" for prompt in prompts if not isinstance(prompt, list | tuple) or not prompt]
+    bad = [
+        f"a prompt is {prompt!r:.60}"
+        for prompt in prompts
+        if not isinstance(prompt, list | tuple) or not prompt
+    ]
     if seeds is not None and len(seeds) != len(prompts):
         bad.append(f"there are {len(prompts)} prompts and {len(seeds)} seeds")
     if bad:

@@ -124,7 +124,13 @@ class SamplingConfig:
     def of_run(cls, config: Config, *, top_tokens: bool = False) -> SamplingConfig:
         """Return the sampling settings of training responses."""
         rollout = config.rollout
-        return cls(config.data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, top_tokens)
+        return cls(
+            config.data.max_response_length,
+            rollout.temperature,
+            rollout.top_p,
+            rollout.top_k,
+            top_tokens,
+        )
 
 
 def may_preempt(config: EngineConfig, hf_config: Any) -> bool:
@@ -164,7 +170,9 @@ def llm_arguments(config: EngineConfig, *, statistics: bool = True) -> dict[str,
     if config.return_routed_experts:
         arguments["enable_return_routed_experts"] = True
     if config.scheme.quantized:
-        arguments["hf_overrides"] = {"quantization_config": config.scheme.quantization_config(list(config.ignore))}
+        arguments["hf_overrides"] = {
+            "quantization_config": config.scheme.quantization_config(list(config.ignore))
+        }
     arguments |= engine_arguments(kernel_request(config.kernels, config.scheme.name))
     if config.head_dtype == "fp32":
         arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | FP32_HEAD
@@ -172,7 +180,9 @@ def llm_arguments(config: EngineConfig, *, statistics: bool = True) -> dict[str,
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.free_cache_engine
         if not eager(config.enforce_eager):
-            arguments |= graph_arguments(config.scheme, aligned=config.aligned, kernels=config.kernels)
+            arguments |= graph_arguments(
+                config.scheme, aligned=config.aligned, kernels=config.kernels
+            )
     else:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
         # A chunked prefill does not give the same bits as a whole one. Also, in vLLM 0.29 on CPU a request with a seed
@@ -194,7 +204,11 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
     from vllm import SamplingParams
 
     top_k = max(sampling.top_k, 0)
-    asked: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": top_k}
+    asked: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": top_k,
+    }
     where = ", ".join(f"rollout.{name}={value}" for name, value in asked.items())
     try:
         params = SamplingParams(
@@ -211,16 +225,24 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
         if not is_refusal(error):
             raise
         why = " ".join(str(error).split())
-        raise UserError("vLLM refuses these sampling values", where=where, why=why, fix="change that key") from error
+        raise UserError(
+            "vLLM refuses these sampling values", where=where, why=why, fix="change that key"
+        ) from error
     if sampling.temperature == 0:
         return params  # for greedy sampling vLLM resets top_p and top_k, which have no effect
-    changed = {name: value_read for name, value in asked.items() if (value_read := getattr(params, name)) != value}
+    changed = {
+        name: value_read
+        for name, value in asked.items()
+        if (value_read := getattr(params, name)) != value
+    }
     if changed:
         raise UserError(
             "vLLM would sample with different values",
             where=where,
-            why="it would use " + ", ".join(f"{name}={value_read}" for name, value_read in changed.items()),
-            fix="set " + ", ".join(f"rollout.{name}={value_read}" for name, value_read in changed.items()),
+            why="it would use "
+            + ", ".join(f"{name}={value_read}" for name, value_read in changed.items()),
+            fix="set "
+            + ", ".join(f"rollout.{name}={value_read}" for name, value_read in changed.items()),
         )
     return params
 
@@ -312,7 +334,9 @@ def explain(error: BaseException, share: float) -> None:
         )
     else:
         return
-    raise UserError(what, where=f"rollout.gpu_memory_utilization={share:g}", why=why, fix=fix) from error
+    raise UserError(
+        what, where=f"rollout.gpu_memory_utilization={share:g}", why=why, fix=fix
+    ) from error
 
 
 def before_start(share: float) -> None:

@@ -36,7 +36,9 @@ class EngineRecovery:
             report = self.engine.publish_adapter(adapter, version=version)
             if sent is None:
                 return report
-            seconds = {name: sent.seconds.get(name, 0.0) + value for name, value in report.seconds.items()}
+            seconds = {
+                name: sent.seconds.get(name, 0.0) + value for name, value in report.seconds.items()
+            }
             return replace(sent, bytes=sent.bytes + report.bytes, seconds=sent.seconds | seconds)
 
         return self.rebuilding_if_lost(send)
@@ -76,7 +78,9 @@ class EngineRecovery:
         except EngineFailed as error:
             if not self.rebuild_on_failure:
                 raise
-            print(f"warning: {error}\n  the next publish restarts the rollout engine", file=sys.stderr)
+            print(
+                f"warning: {error}\n  the next publish restarts the rollout engine", file=sys.stderr
+            )
 
     def _rebuild(self, error: Exception) -> None:
         """Replace a lost engine with a new one. Raise `error` if it may not be replaced."""

@@ -42,9 +42,14 @@ def refuse_changed(
     if not len(prompts) == len(responses) == len(log_probs) == len(sampled):
         raise _changed(f"{len(responses)} responses, of which {len(sampled)} were sampled")
     current = (fingerprint(*row) for row in zip(prompts, responses, log_probs, strict=True))
-    wrong = [index for index, (now, then) in enumerate(zip(current, sampled, strict=True)) if now != then]
+    wrong = [
+        index for index, (now, then) in enumerate(zip(current, sampled, strict=True)) if now != then
+    ]
     if wrong:
-        raise _changed(f"response {wrong[0]} of the step" + (f" and {len(wrong) - 1} more" if wrong[1:] else ""))
+        raise _changed(
+            f"response {wrong[0]} of the step"
+            + (f" and {len(wrong) - 1} more" if wrong[1:] else "")
+        )
 
 
 def refuse_other_tokens(trained: Sequence[int], sampled: Sequence[int], where: str) -> None:
@@ -53,8 +58,12 @@ def refuse_other_tokens(trained: Sequence[int], sampled: Sequence[int], where: s
         return
     pairs = zip(trained, sampled, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(trained), len(sampled)))
-    raise _changed(f"{where}, from token {first} on ({len(sampled)} tokens sampled, {len(trained)} to be trained on)")
+    raise _changed(
+        f"{where}, from token {first} on ({len(sampled)} tokens sampled, {len(trained)} to be trained on)"
+    )
 
 
 def _changed(where: str) -> UserError:
-    return UserError("the text to train on is not what was sampled", where=where, why=_WHY, fix=_FIX)
+    return UserError(
+        "the text to train on is not what was sampled", where=where, why=_WHY, fix=_FIX
+    )

@@ -12,7 +12,11 @@ from typing import Any, Literal, get_args
 MismatchOutsideCap = Literal["truncate", "drop"]
 PositiveBand = Literal["upper", "two_sided"]
 BandScaling = Literal["none", "length"]
-_NAMES = {"mismatch_outside_cap": MismatchOutsideCap, "positive_band": PositiveBand, "band_scaling": BandScaling}
+_NAMES = {
+    "mismatch_outside_cap": MismatchOutsideCap,
+    "positive_band": PositiveBand,
+    "band_scaling": BandScaling,
+}
 
 
 def _number(default: float, **bounds: float) -> Any:
@@ -52,13 +56,19 @@ class TBPOConfig:
             value = getattr(self, key.name)
             bounds = key.metadata
             if key.name in _NAMES and value not in get_args(_NAMES[key.name]):
-                raise ValueError(f"{key.name} must be one of {', '.join(get_args(_NAMES[key.name]))}; got {value!r}")
+                raise ValueError(
+                    f"{key.name} must be one of {', '.join(get_args(_NAMES[key.name]))}; got {value!r}"
+                )
             kinds = int if isinstance(key.default, int) else int | float
             if bounds and (isinstance(value, bool) or not isinstance(value, kinds)):
                 raise ValueError(f"{key.name} must be a number, like {key.default}; got {value!r}")
-            if bounds and not (bounds.get("gt", -1) < value <= bounds["le"] and value >= bounds.get("ge", 0)):
+            if bounds and not (
+                bounds.get("gt", -1) < value <= bounds["le"] and value >= bounds.get("ge", 0)
+            ):
                 least = f"above {bounds['gt']}" if "gt" in bounds else f"at least {bounds['ge']}"
-                raise ValueError(f"{key.name} must be {least} and at most {bounds['le']:g}; got {value!r}")
+                raise ValueError(
+                    f"{key.name} must be {least} and at most {bounds['le']:g}; got {value!r}"
+                )
         if self.loss_agg_mode != "seq-mean-token-mean":
             raise ValueError(
                 f"loss_agg_mode must be 'seq-mean-token-mean', because TBPO has one ratio per response; "

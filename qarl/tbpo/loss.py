@@ -51,7 +51,9 @@ from qarl.tbpo.metrics import tbpo_statistics
 from qarl.tbpo.tokens import token_statistics
 
 
-def sequence_log_ratio(log_prob: torch.Tensor, reference_log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def sequence_log_ratio(
+    log_prob: torch.Tensor, reference_log_prob: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
     """Return mean_t(log_prob - reference_log_prob) over each response's valid tokens: FP32 [B].
 
     An empty response gives 0. Both inputs, [B, T], are upcast to FP32 first. In BF16 the difference of two log-probs
@@ -67,7 +69,9 @@ def ratio_deviation(log_ratio: torch.Tensor) -> torch.Tensor:
     return torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO))
 
 
-def clip_to_band(ratio: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor, learns: torch.Tensor) -> torch.Tensor:
+def clip_to_band(
+    ratio: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor, learns: torch.Tensor
+) -> torch.Tensor:
     """Return each ratio unchanged if its `learns` is true. Otherwise detach it and clip it to [1 + lower, 1 + upper].
 
     The gradient of a clipped ratio is exactly +0, because `torch.where` is used instead of `clamp`.
@@ -107,7 +111,9 @@ def tbpo_loss(
     Inf, advantages vary within a response, or `global_batch_size` is less than the number of responses in this call.
     """
     before = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
-    valid, advantage, denominator = _checked(log_prob, before, advantages, response_mask, global_batch_size)
+    valid, advantage, denominator = _checked(
+        log_prob, before, advantages, response_mask, global_batch_size
+    )
 
     log_ratio = sequence_log_ratio(log_prob, old_log_prob.detach(), valid)
     deviation = ratio_deviation(log_ratio)
@@ -148,18 +154,28 @@ def _checked(
     _check_shapes(log_prob, advantages, {**before, "response_mask": response_mask})
     valid = response_mask != 0
     advantage = _advantage_per_response(advantages, valid)
-    count = _check_values({"log_prob": log_prob, **before}, advantages, advantage, response_mask, valid)
+    count = _check_values(
+        {"log_prob": log_prob, **before}, advantages, advantage, response_mask, valid
+    )
     if global_batch_size is not None and global_batch_size < count:
-        raise ValueError(f"global_batch_size is {global_batch_size} but this call alone has {count} responses")
+        raise ValueError(
+            f"global_batch_size is {global_batch_size} but this call alone has {count} responses"
+        )
     return valid, advantage, max(count if global_batch_size is None else global_batch_size, 1)
 
 
-def _band(advantage: torch.Tensor, lengths: torch.Tensor, config: TBPOConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def _band(
+    advantage: torch.Tensor, lengths: torch.Tensor, config: TBPOConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the lower and the upper edge of each response's band as values of r - 1: two tensors [B]."""
     positive_low = config.seq_clip_ratio_low if config.positive_band == "two_sided" else math.inf
     positive = advantage > 0
-    lower = torch.full_like(advantage, -config.neg_seq_clip_ratio_low).masked_fill(positive, -positive_low)
-    upper = torch.full_like(advantage, config.neg_seq_clip_ratio_high).masked_fill(positive, config.seq_clip_ratio_high)
+    lower = torch.full_like(advantage, -config.neg_seq_clip_ratio_low).masked_fill(
+        positive, -positive_low
+    )
+    upper = torch.full_like(advantage, config.neg_seq_clip_ratio_high).masked_fill(
+        positive, config.seq_clip_ratio_high
+    )
     if config.band_scaling == "none":
         return lower, upper
     scale = (config.band_reference_length / lengths.clamp(min=1)).sqrt()
@@ -175,7 +191,9 @@ def _advantage_per_response(advantages: torch.Tensor, valid: torch.Tensor) -> to
 
 
 def _check_shapes(
-    log_prob: torch.Tensor, advantages: torch.Tensor, like_log_prob: Mapping[str, torch.Tensor | None]
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    like_log_prob: Mapping[str, torch.Tensor | None],
 ) -> None:
     if like_log_prob["rollout_log_prob"] is None:
         raise ValueError(
@@ -186,9 +204,13 @@ def _check_shapes(
     shape = tuple(log_prob.shape)
     for name, tensor in like_log_prob.items():
         if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, log_prob {shape}: they must be equal")
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, log_prob {shape}: they must be equal"
+            )
     if advantages.shape not in (shape, shape[:1]):
-        raise ValueError(f"advantages has shape {tuple(advantages.shape)}, expected {shape} or {shape[:1]}")
+        raise ValueError(
+            f"advantages has shape {tuple(advantages.shape)}, expected {shape} or {shape[:1]}"
+        )
 
 
 def _check_values(
@@ -203,13 +225,22 @@ def _check_values(
     If all values are valid, this makes only one transfer from the device to the CPU."""
     per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)
     named = tensors | {"advantages": per_token.expand_as(valid)}
-    bad = {f"{name} is NaN or Inf": valid & ~tensor.detach().isfinite() for name, tensor in named.items()}
+    bad = {
+        f"{name} is NaN or Inf": valid & ~tensor.detach().isfinite()
+        for name, tensor in named.items()
+    }
     bad["response_mask is neither 0 nor 1"] = (response_mask != 0) & (response_mask != 1)
     varies = valid & (per_token.float() != advantage.unsqueeze(-1))
-    bad["advantages varies within a response, but TBPO needs one number per response; first"] = varies
-    count, *totals = torch.stack([valid.any(dim=-1).sum(), *(where.sum() for where in bad.values())]).tolist()
+    bad["advantages varies within a response, but TBPO needs one number per response; first"] = (
+        varies
+    )
+    count, *totals = torch.stack(
+        [valid.any(dim=-1).sum(), *(where.sum() for where in bad.values())]
+    ).tolist()
     for (what, where), number in zip(bad.items(), totals, strict=True):
         if number:
             row, position = where.nonzero()[0].tolist()
-            raise ValueError(f"{what} at row {row}, position {position} ({number} such positions in all)")
+            raise ValueError(
+                f"{what} at row {row}, position {position} ({number} such positions in all)"
+            )
     return count

@@ -47,7 +47,9 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
     metrics["actor/seq_tis_imp_ratio_max"] = total["max/mismatch"]
     for name, key in (("band_p95", "all/scaled_distance"), ("band_factor_p95", "all/bands_away")):
         if total.get(key):
-            metrics[f"actor/{name}"] = float(torch.tensor(total[key], dtype=torch.float64).quantile(0.95))
+            metrics[f"actor/{name}"] = float(
+                torch.tensor(total[key], dtype=torch.float64).quantile(0.95)
+            )
     return metrics
 
 
@@ -69,7 +71,11 @@ def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float
     later = list(statistics)
     metrics = reduce_metrics(later)
     about_bands = ("_band_frac", "/band_p95", "/band_factor_p95")
-    renamed = {f"{name}_after_first": value for name, value in metrics.items() if name.endswith(about_bands)}
+    renamed = {
+        f"{name}_after_first": value
+        for name, value in metrics.items()
+        if name.endswith(about_bands)
+    }
     return renamed | class_metrics(combine(later))
 
 
@@ -155,7 +161,11 @@ def tbpo_statistics(
     scaled = deviation.abs() * (lengths / config.band_reference_length).sqrt()
     away = deviation / torch.where(deviation < 0, *band)
     scaled_distance, bands_away = torch.stack([scaled, away])[:, advantage != 0].double().tolist()
-    return {**as_numbers(values, tokens), "all/scaled_distance": scaled_distance, "all/bands_away": bands_away}
+    return {
+        **as_numbers(values, tokens),
+        "all/scaled_distance": scaled_distance,
+        "all/bands_away": bands_away,
+    }
 
 
 def largest_update(deviation: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -165,7 +175,9 @@ def largest_update(deviation: torch.Tensor, lengths: torch.Tensor) -> torch.Tens
     return (deviation.double().abs() * lengths.sqrt()).amax()
 
 
-def as_numbers(values: Mapping[str, torch.Tensor], vectors: Vectors | None = None) -> dict[str, float]:
+def as_numbers(
+    values: Mapping[str, torch.Tensor], vectors: Vectors | None = None
+) -> dict[str, float]:
     """Return all values with one transfer from the device to the CPU. `values`: scalars."""
     vectors = vectors or {}
     scalars = torch.stack([value.detach().double() for value in values.values()])

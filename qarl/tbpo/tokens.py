@@ -63,17 +63,27 @@ def _contributions(log_ratios: torch.Tensor, advantage: torch.Tensor) -> Vectors
     """Return sums of C(r) by sign, of K1 and of K3. `log_ratios`: FP64 [2, B, T], 0 where there is no token."""
     deviation = log_ratios.clamp(max=MAX_LOG_RATIO).expm1()
     contribution = -deviation.sum(-1) * advantage
-    by_sign = (torch.where(advantage > 0, contribution, 0.0), torch.where(advantage < 0, contribution, 0.0))
+    by_sign = (
+        torch.where(advantage > 0, contribution, 0.0),
+        torch.where(advantage < 0, contribution, 0.0),
+    )
     sums = {
         **{f"centred_{sign}": values.sum(-1) for sign, values in zip(SIGNS, by_sign, strict=True)},
         "k1": -log_ratios.sum((1, 2)),
         "k3": (deviation - log_ratios).sum((1, 2)),
     }
-    return {tuple(f"sum/{prefix}{name}" for prefix in REFERENCES): values for name, values in sums.items()}
+    return {
+        tuple(f"sum/{prefix}{name}" for prefix in REFERENCES): values
+        for name, values in sums.items()
+    }
 
 
 def _classes(
-    policy: str, of_policy: torch.Tensor, log_ratio: torch.Tensor, advantage: torch.Tensor, valid: torch.Tensor
+    policy: str,
+    of_policy: torch.Tensor,
+    log_ratio: torch.Tensor,
+    advantage: torch.Tensor,
+    valid: torch.Tensor,
 ) -> Vectors:
     """Return number, sum and maximum of |log ratio|, and sum of the log ratio, of the tokens of each sign and class.
 
@@ -106,7 +116,9 @@ def contribution_metrics(total: Mapping[str, Any]) -> dict[str, float]:
     metrics = {}
     for prefix in REFERENCES:
         for sign in SIGNS:
-            metrics[f"actor/{prefix}zero_centred_loss_{sign}"] = total[f"sum/{prefix}centred_{sign}"] / tokens
+            metrics[f"actor/{prefix}zero_centred_loss_{sign}"] = (
+                total[f"sum/{prefix}centred_{sign}"] / tokens
+            )
         for estimate in ("k1", "k3"):
             metrics[f"actor/{prefix}{estimate}"] = total[f"sum/{prefix}{estimate}"] / tokens
     return metrics
@@ -125,7 +137,9 @@ def class_metrics(total: Mapping[str, Any]) -> dict[str, float]:
     metrics = {}
     for policy in POLICIES:
         for sign in SIGNS:
-            counts = {label: total.get(f"sum/tokens/{policy}{sign}_{label}", 0.0) for label in CLASSES}
+            counts = {
+                label: total.get(f"sum/tokens/{policy}{sign}_{label}", 0.0) for label in CLASSES
+            }
             for label, count in counts.items():
                 name = f"tokens/{sign}_{policy}{label}"
                 group = f"{policy}{sign}_{label}"

@@ -43,11 +43,15 @@ def step_advantages(config: Config, rewards: torch.Tensor, lengths: Sequence[int
     return grpo_advantages(rewards, group_ids, norm_adv_by_std_in_grpo=norm)
 
 
-def _verls(name: str, rewards: torch.Tensor, group_ids: Sequence[Hashable], lengths: torch.Tensor) -> torch.Tensor:
+def _verls(
+    name: str, rewards: torch.Tensor, group_ids: Sequence[Hashable], lengths: torch.Tensor
+) -> torch.Tensor:
     """Return the advantages of verl's estimator `name`, for which the score of an empty response is 0."""
     advantages = verl_functions.outcome_advantages(name, rewards, group_ids, lengths)
     filled = lengths > 0
-    equal = equal_rewards(torch.where(filled, rewards, 0.0), group_ids, baseline=baseline_of(name), filled=filled)
+    equal = equal_rewards(
+        torch.where(filled, rewards, 0.0), group_ids, baseline=baseline_of(name), filled=filled
+    )
     return advantages.masked_fill(equal.to(advantages.device), 0.0)
 
 
@@ -58,7 +62,11 @@ def baseline_of(estimator: str) -> str | None:
 
 
 def equal_rewards(
-    rewards: torch.Tensor, group_ids: Sequence[Hashable], *, baseline: str | None, filled: torch.Tensor
+    rewards: torch.Tensor,
+    group_ids: Sequence[Hashable],
+    *,
+    baseline: str | None,
+    filled: torch.Tensor,
 ) -> torch.Tensor:
     """Return which responses are compared only with rewards equal to their own, bool [batch].
 

@@ -92,7 +92,9 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """Return the same batch with every tensor on `device`."""
         tensors: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
         }
         return replace(self, **tensors)
 
@@ -129,13 +131,23 @@ class Batch:
         return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]
 
 
-def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.Tensor, *, pad_token_id: int) -> Batch:
+def make_batch(
+    rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.Tensor, *, pad_token_id: int
+) -> Batch:
     """Return the batch of a rollout. Its tensors are padded on the right; a forward packs their rows
     (`lay_out`). Raise UserError if a response was changed after it was sampled."""
     if rollout.sampled is not None:
-        refuse_changed(rollout.prompt_token_ids, rollout.response_token_ids, rollout.rollout_log_probs, rollout.sampled)
+        refuse_changed(
+            rollout.prompt_token_ids,
+            rollout.response_token_ids,
+            rollout.rollout_log_probs,
+            rollout.sampled,
+        )
     sequences = [
-        prompt + response for prompt, response in zip(rollout.prompt_token_ids, rollout.response_token_ids, strict=True)
+        prompt + response
+        for prompt, response in zip(
+            rollout.prompt_token_ids, rollout.response_token_ids, strict=True
+        )
     ]
     total = max(map(len, sequences))
     response_lengths = torch.tensor([len(response) for response in rollout.response_token_ids])
@@ -158,7 +170,9 @@ def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.T
     )
 
 
-def _pad(rows: Sequence[Sequence[float] | torch.Tensor], width: int, value: float, dtype: torch.dtype) -> torch.Tensor:
+def _pad(
+    rows: Sequence[Sequence[float] | torch.Tensor], width: int, value: float, dtype: torch.dtype
+) -> torch.Tensor:
     """Return the numbers or tensors [tokens, ...] of all responses as one [B, width, ...], filled up with `value`."""
     tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
     padded = torch.full((len(rows), width, *tensors[0].shape[1:]), value, dtype=dtype)
@@ -183,7 +197,11 @@ def micro_batches(
     """
     stop = len(batch) if stop is None else stop
     if not actor.use_dynamic_bsz:
-        size = actor.log_prob_micro_batch_size_per_gpu if log_probs else actor.ppo_micro_batch_size_per_gpu
+        size = (
+            actor.log_prob_micro_batch_size_per_gpu
+            if log_probs
+            else actor.ppo_micro_batch_size_per_gpu
+        )
         assert size is not None  # the config was checked
         if only is not None:
             return [*only.split(size)]
@@ -207,7 +225,9 @@ def fill(lengths: Sequence[int], limit: int) -> list[list[int]]:
         ValueError: a row has more than `limit` tokens.
     """
     if lengths and max(lengths) > limit:
-        raise ValueError(f"a row of {max(lengths)} tokens does not fit into a micro-batch of {limit} tokens")
+        raise ValueError(
+            f"a row of {max(lengths)} tokens does not fit into a micro-batch of {limit} tokens"
+        )
     for count in range(-(-sum(lengths) // limit), len(lengths) + 1):
         packs = balanced(lengths, count)
         if all(sum(lengths[row] for row in pack) <= limit for pack in packs):
@@ -224,11 +244,16 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
     Sets = list[tuple[int, list[int]]]
     heap: list[tuple[int, int, Sets]] = []
     for row, length in enumerate(lengths):
-        heapq.heappush(heap, (-length, row, [(length, [row]), *((0, []) for _ in range(count - 1))]))
+        heapq.heappush(
+            heap, (-length, row, [(length, [row]), *((0, []) for _ in range(count - 1))])
+        )
     while len(heap) > 1:
         _, first, largest = heapq.heappop(heap)
         _, second, other = heapq.heappop(heap)
-        joined = [(a + b, rows + more) for (a, rows), (b, more) in zip(largest, reversed(other), strict=True)]
+        joined = [
+            (a + b, rows + more)
+            for (a, rows), (b, more) in zip(largest, reversed(other), strict=True)
+        ]
         joined.sort(key=lambda item: (-item[0], item[1]))
         heapq.heappush(heap, (joined[-1][0] - joined[0][0], min(first, second), joined))
     return sorted(sorted(rows) for _, rows in heap[0][2] if rows) if heap else []
@@ -277,7 +302,9 @@ def lay_out(batch: Batch, rows: Rows, *, packed: bool = True) -> Layout:
     if packed:
         tokens = input_ids[valid]
         starts = lengths.cumsum(0) - lengths
-        positions = torch.arange(len(tokens), device=lengths.device) - starts.repeat_interleave(lengths)
+        positions = torch.arange(len(tokens), device=lengths.device) - starts.repeat_interleave(
+            lengths
+        )
         places = torch.arange(len(tokens), device=lengths.device)
         missing = -len(tokens) % TOKEN_MULTIPLE
         if missing:  # a row of its own

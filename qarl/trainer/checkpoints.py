@@ -72,7 +72,9 @@ class Checkpoints:
                 restore(trainer, checkpoint)
             self._saved_step = checkpoint.step
             if checkpoint.folder.resolve().parent == self.folder.resolve():
-                self._passing = self._passes(checkpoint.folder, checkpoint.step, checkpoint.config["trainer"])
+                self._passing = self._passes(
+                    checkpoint.folder, checkpoint.step, checkpoint.config["trainer"]
+                )
 
     def resumed(self, tracker: Tracker) -> None:
         """Finish a resume. Call this after the first publish.
@@ -85,19 +87,31 @@ class Checkpoints:
             return
         make_newest(trainer.config.run_dir, checkpoint)
         differ = differing_tensors(checkpoint.state["published"], trainer.policy)
-        self._resume_metrics = {"resume/step": trainer.step, "resume/published_equal": float(not differ)}
-        tracker.message(f"resumes from {checkpoint.folder}, step {trainer.step}: weights equal by digest")
+        self._resume_metrics = {
+            "resume/step": trainer.step,
+            "resume/published_equal": float(not differ),
+        }
+        tracker.message(
+            f"resumes from {checkpoint.folder}, step {trainer.step}: weights equal by digest"
+        )
         if changed := changed_keys(checkpoint.config, trainer.config):
-            tracker.message("changed: " + "; ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items()))
+            tracker.message(
+                "changed: "
+                + "; ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
+            )
         for text in version_notes(checkpoint.state["versions"], _versions(trainer)):
             tracker.message(text)
         if differ:
-            tracker.message(f"warning: {len(differ)} published tensors differ from the checkpoint's: {differ[:4]}")
+            tracker.message(
+                f"warning: {len(differ)} published tensors differ from the checkpoint's: {differ[:4]}"
+            )
         if not any(entry["step"] == trainer.step for entry in read_metrics(trainer.config.run_dir)):
             tracker.log(checkpoint.metrics, step=trainer.step)
         set_rng_state(checkpoint.rng())
 
-    def after_step(self, metrics: dict[str, float], tracker: Tracker, *, stopped: bool) -> dict[str, float]:
+    def after_step(
+        self, metrics: dict[str, float], tracker: Tracker, *, stopped: bool
+    ) -> dict[str, float]:
         """Write a checkpoint if one is due. Return its metrics, and `resume/*` in the first step after a resume.
 
         `stopped`: whether a signal makes this step the last of this process."""
@@ -119,9 +133,13 @@ class Checkpoints:
         minutes = settings.save_minutes
         if freq > 0 and step % freq == 0:
             return True
-        if step == settings.total_training_steps:  # a run that has an older checkpoint replaces it at its end
+        if (
+            step == settings.total_training_steps
+        ):  # a run that has an older checkpoint replaces it at its end
             return freq > 0 or self._passing is not None
-        return (stopped and (freq > 0 or minutes > 0)) or 0 < minutes * 60 <= time.monotonic() - self._saved_at
+        return (
+            stopped and (freq > 0 or minutes > 0)
+        ) or 0 < minutes * 60 <= time.monotonic() - self._saved_at
 
     def save(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
         """Write the checkpoint of the current step. If the disk refuses to write, report the error and continue."""
@@ -142,7 +160,9 @@ class Checkpoints:
                 adapter=trainer.policy.adapters.adapter() if trainer.policy.adapters else None,
             )
         except StorageError as error:
-            tracker.message(f"warning: the checkpoint of step {trainer.step} failed, training continues: {error}")
+            tracker.message(
+                f"warning: the checkpoint of step {trainer.step} failed, training continues: {error}"
+            )
             return {"checkpoint/failed": 1.0, "checkpoint/seconds": time.perf_counter() - start}
         passing = self._passing
         self._passing = self._passes(folder, trainer.step, settings.model_dump())
@@ -153,7 +173,11 @@ class Checkpoints:
         except StorageError as error:
             tracker.message(f"warning: an old checkpoint stays, training continues: {error}")
         seconds = time.perf_counter() - start
-        return {"checkpoint/failed": 0.0, "checkpoint/seconds": seconds, "checkpoint/mbytes": written / 1e6}
+        return {
+            "checkpoint/failed": 0.0,
+            "checkpoint/seconds": seconds,
+            "checkpoint/mbytes": written / 1e6,
+        }
 
     @staticmethod
     def _passes(folder: Path, step: int, settings: Mapping[str, Any]) -> Path | None:
@@ -171,7 +195,9 @@ class Checkpoints:
         before = self.checkpoint.metrics.get(_K3, math.nan)
         now = metrics.get(_K3, math.nan)
         pending |= {"resume/k3_before": before, "resume/k3": now}
-        tracker.message(f"first step after the resume: {_K3} {now:.2e}, {before:.2e} in the step before")
+        tracker.message(
+            f"first step after the resume: {_K3} {now:.2e}, {before:.2e} in the step before"
+        )
         if now > max(10 * before, 1e-4):
             tracker.message(
                 "warning: trainer and engine differ more than ten times as much as before; "
@@ -189,8 +215,16 @@ def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str
         "config": trainer.config.model_dump(mode="json"),
         "versions": _versions(trainer),
         "sampler": trainer.parts.sampler.state_dict(),
-        **({"loss_scale": trainer.optimizer.loss_scale.state_dict()} if trainer.optimizer.loss_scale.active else {}),
-        **({_AUTO: trainer.source.skipping.state_dict()} if trainer.config.actor.old_log_probs == "auto" else {}),
+        **(
+            {"loss_scale": trainer.optimizer.loss_scale.state_dict()}
+            if trainer.optimizer.loss_scale.active
+            else {}
+        ),
+        **(
+            {_AUTO: trainer.source.skipping.state_dict()}
+            if trainer.config.actor.old_log_probs == "auto"
+            else {}
+        ),
         "train_prompts": prompts_digest(trainer.parts.train_prompts),
         "inputs": trainer.parts.record,
         "weights": tensors_digest(forward_weights(policy)),
@@ -210,7 +244,9 @@ def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
     trainer.optimizer.load_state_dict(checkpoint.optimizer())
     if tensors_digest(forward_weights(trainer.policy)) != state["weights"]:
         raise damaged(checkpoint.folder, "the restored weights differ from the saved ones")
-    if trainer.policy.adapters and (differ := differing_tensors(state["published"], trainer.policy)):
+    if trainer.policy.adapters and (
+        differ := differing_tensors(state["published"], trainer.policy)
+    ):
         raise UserError(
             f"{len(differ)} tensors of the base differ from those that the adapter was trained on",
             where=f"{trainer.config.model.path}: {differ[0]}",
@@ -232,7 +268,9 @@ def _other_prompts(trainer: LocalTrainer) -> UserError:
     messages = (prompt.messages for prompt in trainer.parts.train_prompts)
     if dates := written_dates(trainer.tokenizer, messages):
         why += f"; the template writes today's date ({', '.join(dates.values())})"
-        fix += f". If only the date differs: {fixed_date(dates)}, but with the date of the run's start"
+        fix += (
+            f". If only the date differs: {fixed_date(dates)}, but with the date of the run's start"
+        )
     what = "the training prompts differ from those of the checkpoint"
     return UserError(what, where="data.train_files", why=why, fix=fix)
 
@@ -241,7 +279,9 @@ def _other_prompts(trainer: LocalTrainer) -> UserError:
 def _load_weights(policy: Policy, checkpoint: Checkpoint) -> None:
     ours = dict(forward_weights(policy))
     shapes = header_shapes(weight_files(checkpoint.folder))
-    differing = {name: tuple(tensor.shape) for name, tensor in ours.items()}.items() ^ shapes.items()
+    differing = {
+        name: tuple(tensor.shape) for name, tensor in ours.items()
+    }.items() ^ shapes.items()
     if differing:
         raise UserError(
             "the checkpoint belongs to a different model",
@@ -259,14 +299,20 @@ def forward_weights(policy: Policy) -> list[tuple[str, torch.Tensor]]:
     if policy.adapters is not None:
         return list(policy.adapters.tensors().items())
     tied = tied_names(policy.model)
-    return list(unstacked((name, tensor) for name, tensor in policy.model.state_dict().items() if name not in tied))
+    return list(
+        unstacked(
+            (name, tensor) for name, tensor in policy.model.state_dict().items() if name not in tied
+        )
+    )
 
 
 def differing_tensors(published: dict[str, str], policy: Policy) -> list[str]:
     """Return the names of published tensors whose digest in `policy` differs from `published` (name -> digest). Tensors
     that only one of the two has are included."""
     now = published_digests(policy)
-    return sorted(name for name in now.keys() | published.keys() if now.get(name) != published.get(name))
+    return sorted(
+        name for name in now.keys() | published.keys() if now.get(name) != published.get(name)
+    )
 
 
 def published_digests(policy: Policy) -> dict[str, str]:
@@ -303,5 +349,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 def _versions(trainer: LocalTrainer) -> dict[str, Any]:
     path = trainer.config.run_dir / VERSIONS_FILE
-    versions: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    versions: dict[str, Any] = (
+        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    )
     return versions

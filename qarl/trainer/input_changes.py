@@ -51,7 +51,11 @@ class Inputs:
         one whose content `check` compares."""
         if self.saved is None:
             return {}
-        return {key: values for key, values in changed.items() if key in _NAMES and _NAMES[key](self, *values)}
+        return {
+            key: values
+            for key, values in changed.items()
+            if key in _NAMES and _NAMES[key](self, *values)
+        }
 
     def check(self, folder: Path) -> tuple[str, ...]:
         """Return notes about what differs from the run of the checkpoint in `folder`.
@@ -66,7 +70,11 @@ class Inputs:
         """Return whether two values of `reward.function` name the same function of files with the same content."""
         assert self.saved is not None
         digest = self.saved["reward"]
-        return digest is not None and digest == self.now["reward"] and old.split(":")[-1] == new.split(":")[-1]
+        return (
+            digest is not None
+            and digest == self.now["reward"]
+            and old.split(":")[-1] == new.split(":")[-1]
+        )
 
 
 _NAMES: Mapping[str, Callable[..., bool]] = {
@@ -77,7 +85,9 @@ _NAMES: Mapping[str, Callable[..., bool]] = {
 """Keys that name a file or a folder, and whether another name is the same input."""
 
 
-def check_inputs(folder: Path, saved: Record | None, now: Record, *, fresh: str = _FRESH) -> tuple[str, ...]:
+def check_inputs(
+    folder: Path, saved: Record | None, now: Record, *, fresh: str = _FRESH
+) -> tuple[str, ...]:
     """Return notes about inputs that differ from those of the checkpoint in `folder`.
 
     `saved`: the checkpoint's record, or None if it has none. `fresh`: how to start a run without the checkpoint. Raises
@@ -87,7 +97,9 @@ def check_inputs(folder: Path, saved: Record | None, now: Record, *, fresh: str 
     changes = list(changes_of(saved, now))
     if refused := [change for change in changes if change.refused]:
         more = [f"and {len(refused) - _MOST} more"] if len(refused) > _MOST else []
-        if saved.get("transformers") != now["transformers"]:  # whose versions read the same files differently
+        if (
+            saved.get("transformers") != now["transformers"]
+        ):  # whose versions read the same files differently
             more.append(f"transformers was {saved.get('transformers')}, now {now['transformers']}")
         undo = list(dict.fromkeys(change.fix for change in refused))
         raise UserError(
@@ -136,10 +148,16 @@ def _tokenizer(saved: Record, now: Record) -> Iterator[Change]:
     why = "the reward would read another text for the same tokens"
     fix = "restore the tokenizer's files of the model"
     if saved["tokenizer"]["vocabulary"] != now["tokenizer"]["vocabulary"]:
-        yield Change(f"the tokenizer's vocabulary {_digests(saved, now, 'tokenizer', 'vocabulary')}", why, fix)
+        yield Change(
+            f"the tokenizer's vocabulary {_digests(saved, now, 'tokenizer', 'vocabulary')}",
+            why,
+            fix,
+        )
     elif saved["tokenizer"]["decoding"] != now["tokenizer"]["decoding"]:
         yield Change(
-            f"the text that the tokenizer makes of tokens {_digests(saved, now, 'tokenizer', 'decoding')}", why, fix
+            f"the text that the tokenizer makes of tokens {_digests(saved, now, 'tokenizer', 'decoding')}",
+            why,
+            fix,
         )
 
 
@@ -175,7 +193,11 @@ def _train(saved: Record, now: Record) -> Iterator[Change]:
     changed = [name for name in COLUMNS if before.get(name) != after.get(name)]
     if "tokens" in changed:
         template = saved["chat_template"] != now["chat_template"]
-        fix = "restore the chat template of the model" if template else f"{fix}, and the tokenizer's files of the model"
+        fix = (
+            "restore the chat template of the model"
+            if template
+            else f"{fix}, and the tokenizer's files of the model"
+        )
     names = {"tokens": "the tokens of the prompts", "ground_truth": "reward_model.ground_truth"}
     for name in changed:
         what = f"{names.get(name, name)} in data.train_files {_digests(saved, now, 'train', name)}"
@@ -184,7 +206,9 @@ def _train(saved: Record, now: Record) -> Iterator[Change]:
 
 
 def _only_the_date(before: Record, after: Record) -> bool:
-    same = all(before.get(name) == after.get(name) for name in ("prompts", *COLUMNS) if name != "tokens")
+    same = all(
+        before.get(name) == after.get(name) for name in ("prompts", *COLUMNS) if name != "tokens"
+    )
     return same and "undated" in before and before["undated"] == after.get("undated")
 
 
@@ -192,14 +216,18 @@ def _val(saved: Record, now: Record) -> Iterator[Change]:
     if saved["val"] is None or now["val"] is None:
         return
     what = "the validation prompts (data.val_files) have changed since the checkpoint"
-    yield Change(what, "figures of validations before and after it cannot be compared", "", refused=False)
+    yield Change(
+        what, "figures of validations before and after it cannot be compared", "", refused=False
+    )
 
 
 def _reward(saved: Record, now: Record) -> Iterator[Change]:
     if saved["reward"] is None or now["reward"] is None:
         return
     what = f"the source of the reward function {_digests(saved, now, 'reward')}"
-    yield Change(what, "rewards before and after the resume may not be comparable", "", refused=False)
+    yield Change(
+        what, "rewards before and after the resume may not be comparable", "", refused=False
+    )
 
 
 def _reference(saved: Record, now: Record) -> Iterator[Change]:

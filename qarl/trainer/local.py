@@ -70,7 +70,9 @@ class LocalTrainer:
 
     reference: Policy | None = None
 
-    def __init__(self, config: Config, parts: RunParts, engine: RolloutEngine | None = None) -> None:
+    def __init__(
+        self, config: Config, parts: RunParts, engine: RolloutEngine | None = None
+    ) -> None:
         """`engine`: the engine to sample with. If it is None, start the engine that `config` describes."""
         self.config = config
         self.parts = parts
@@ -86,10 +88,14 @@ class LocalTrainer:
             self.reference = Policy.load(config).freeze()
         if engine is None:
             with stage("starting the rollout engine (vLLM)"):
-                engine = RolloutEngine(engine_config(config, self.policy, routing=self.policy.has_experts))
+                engine = RolloutEngine(
+                    engine_config(config, self.policy, routing=self.policy.has_experts)
+                )
         self.engine = engine
         self.recovery = EngineRecovery(engine, rebuild_on_failure=config.rollout.rebuild_on_failure)
-        self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
+        self.timer = PhaseTimer(
+            torch.cuda.synchronize if self.policy.device.type == "cuda" else None
+        )
 
     def replace_policy(self, policy: Policy) -> None:
         """Train `policy` from now on, with a new optimizer."""
@@ -107,14 +113,18 @@ class LocalTrainer:
         config = self.config
         batch, metrics = self.rollout()
         with self.timer.phase("old_log_prob"):
-            old_log_probs = self.source.begin(batch, seed=request_seed(config.seed, self.step, SAMPLED_ROWS))
+            old_log_probs = self.source.begin(
+                batch, seed=request_seed(config.seed, self.step, SAMPLED_ROWS)
+            )
         if not self.updated:
             mismatch = self.source.mismatch(batch)
             check_batch(config, self.policy.limit_level, batch, mismatch, before_first_update=True)
         if self.reference is not None:
             with self.timer.phase("reference"):
                 # Without other_experts, because the reference's routers are not the policy's.
-                batch.reference_log_probs = self.reference.batch_log_probs(replace(batch, other_experts=None), config)
+                batch.reference_log_probs = self.reference.batch_log_probs(
+                    replace(batch, other_experts=None), config
+                )
         with measure_phases() as quantizing:
             with self.timer.phase("update"):
                 self.updated = True
@@ -132,31 +142,49 @@ class LocalTrainer:
         """Sample and score responses. Return the batch of this step, and metrics. `top_tokens`: also store the engine's
         likeliest token at each position in the batch."""
         config = self.config
-        prompts = [self.parts.train_prompts[i] for i in next(self.parts.sampler) for _ in range(config.rollout.n)]
+        prompts = [
+            self.parts.train_prompts[i]
+            for i in next(self.parts.sampler)
+            for _ in range(config.rollout.n)
+        ]
         seeds = [request_seed(config.seed, self.step, i) for i in range(len(prompts))]
         with self.timer.phase("rollout"):
             sampling = SamplingConfig.of_run(config, top_tokens=top_tokens)
-            responses = self.generate([prompt.prompt_token_ids for prompt in prompts], sampling, seeds)
+            responses = self.generate(
+                [prompt.prompt_token_ids for prompt in prompts], sampling, seeds
+            )
             self.recovery.sleep()
         if responses.weight_version != self.step:
-            raise RuntimeError(f"step {self.step} was sampled from weights of version {responses.weight_version}")
+            raise RuntimeError(
+                f"step {self.step} was sampled from weights of version {responses.weight_version}"
+            )
         with self.timer.phase("reward"):
             rewards = torch.tensor(self.rewards(prompts, responses))
         lengths = [len(response) for response in responses.response_token_ids]
         advantages = step_advantages(config, rewards, lengths)
-        batch = make_batch(responses, rewards, advantages, pad_token_id=self.parts.pad_token_id).to(self.policy.device)
+        batch = make_batch(responses, rewards, advantages, pad_token_id=self.parts.pad_token_id).to(
+            self.policy.device
+        )
         metrics = response_metrics(rewards, lengths, responses.finish_reasons)
         vocabulary = len(self.tokenizer)
         text = text_statistics(
-            batch.responses, batch.rollout_log_probs, batch.advantages, batch.response_mask, vocabulary=vocabulary
+            batch.responses,
+            batch.rollout_log_probs,
+            batch.advantages,
+            batch.response_mask,
+            vocabulary=vocabulary,
         )
-        return batch, metrics | text_metrics([text]) | {"rollout/preemptions": float(responses.preemptions)}
+        return batch, metrics | text_metrics([text]) | {
+            "rollout/preemptions": float(responses.preemptions)
+        }
 
     def rewards(self, prompts: Sequence[Prompt], responses: RolloutBatch) -> list[float]:
         """Return the reward of each response."""
         reward = self.config.reward
         texts = response_texts(
-            self.tokenizer, responses.response_token_ids, keep_special_tokens=reward.keep_special_tokens
+            self.tokenizer,
+            responses.response_token_ids,
+            keep_special_tokens=reward.keep_special_tokens,
         )
         return score_responses(self.parts.reward_fn, prompts, texts, timeout_s=reward.timeout_s)
 
@@ -165,10 +193,15 @@ class LocalTrainer:
 
         With top-p or top-k, also store the tokens that these leave in `batch.sampling_mask`, for all other forwards."""
         return self.policy.batch_log_probs(
-            batch, self.config, truncation=Truncation(self.config.rollout.top_p, self.config.rollout.top_k), only=only
+            batch,
+            self.config,
+            truncation=Truncation(self.config.rollout.top_p, self.config.rollout.top_k),
+            only=only,
         )
 
-    def update(self, batch: Batch, old_log_probs: torch.Tensor, confirm: Confirm | None = None) -> dict[str, float]:
+    def update(
+        self, batch: Batch, old_log_probs: torch.Tensor, confirm: Confirm | None = None
+    ) -> dict[str, float]:
         """Do `ppo_epochs` passes over the batch, with one optimizer step per mini-batch. Return metrics.
 
         `confirm`: called once, before any weight changes, with `old_log_probs` and the log-probs of the first
@@ -177,7 +210,9 @@ class LocalTrainer:
         actor = self.config.actor
         size = actor.ppo_mini_batch_size * self.config.rollout.n
         correction = self.objective.correction
-        batch.weights = correction_weights(old_log_probs, batch.rollout_log_probs, batch.response_mask, correction)
+        batch.weights = correction_weights(
+            old_log_probs, batch.rollout_log_probs, batch.response_mask, correction
+        )
         mini_batches = list[list[Statistics]]()
         norms = list[float]()
         for _ in range(actor.ppo_epochs):
@@ -207,7 +242,9 @@ class LocalTrainer:
         log_probs = torch.zeros_like(batch.rollout_log_probs)
         for rows in micro_batches(batch, self.config.actor, start=start, stop=stop):
             with self.timer.phase("forward"):
-                new = self.policy.response_log_probs(batch, rows, temperature=self.config.rollout.temperature)
+                new = self.policy.response_log_probs(
+                    batch, rows, temperature=self.config.rollout.temperature
+                )
                 loss, values = self.loss(batch, old_log_probs, rows, new, whole)
             with self.timer.phase("backward"):
                 (loss * self.optimizer.loss_scale.scale).backward()
@@ -218,7 +255,12 @@ class LocalTrainer:
         return statistics, log_probs[start:stop]
 
     def loss(
-        self, batch: Batch, old_log_probs: torch.Tensor, rows: Rows, new: torch.Tensor, whole: Mapping[str, int]
+        self,
+        batch: Batch,
+        old_log_probs: torch.Tensor,
+        rows: Rows,
+        new: torch.Tensor,
+        whole: Mapping[str, int],
     ) -> tuple[torch.Tensor, Statistics]:
         """Return the loss of one micro-batch and the objective's statistics. `new`: its log-probs, [rows, R].
 
@@ -227,11 +269,20 @@ class LocalTrainer:
         rollout = batch.rollout_log_probs[rows]
         weight = None if batch.weights is None else batch.weights[rows]
         loss, statistics = objective_loss(
-            new, old_log_probs[rows], rollout, batch.advantages[rows], mask, self.objective, weight=weight, **whole
+            new,
+            old_log_probs[rows],
+            rollout,
+            batch.advantages[rows],
+            mask,
+            self.objective,
+            weight=weight,
+            **whole,
         )
         if batch.reference_log_probs is None or self.objective.kl_loss_coef is None:
             return loss, statistics
-        kl = verl_functions.kl_term(new, batch.reference_log_probs[rows], mask, self.objective, **whole)
+        kl = verl_functions.kl_term(
+            new, batch.reference_log_probs[rows], mask, self.objective, **whole
+        )
         return loss + self.objective.kl_loss_coef * kl, statistics | {"sum/kl_loss": kl.item()}
 
     def optimizer_step(self) -> float:
@@ -254,9 +305,15 @@ class LocalTrainer:
                     version=self.step,
                 )
         with self.timer.phase("quantize"):
-            tensors = list(packed_state_dict(policy.model, scheme=policy.scheme, ignore=policy.ignore, stacks=True))
+            tensors = list(
+                packed_state_dict(
+                    policy.model, scheme=policy.scheme, ignore=policy.ignore, stacks=True
+                )
+            )
         with self.timer.phase("publish"):
-            return self.recovery.rebuilding_if_lost(lambda: self.engine.publish(tensors, version=self.step))
+            return self.recovery.rebuilding_if_lost(
+                lambda: self.engine.publish(tensors, version=self.step)
+            )
 
     def generate(
         self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None = None
@@ -273,4 +330,6 @@ class LocalTrainer:
             responses = self.generate([prompt.prompt_token_ids for prompt in prompts], sampling)
             rewards = self.rewards(prompts, responses)
         answers = zip(prompts, rewards, strict=True)
-        return answers_metrics((prompt.data_source, prompt.index, reward) for prompt, reward in answers)
+        return answers_metrics(
+            (prompt.data_source, prompt.index, reward) for prompt, reward in answers
+        )

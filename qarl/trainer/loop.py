@@ -27,7 +27,9 @@ from qarl.trainer.prepare import RunParts, prepare_run
 from qarl.trainer.resume import check_free, open_run
 
 _SKIPPED = "because the gradient was NaN or Inf; if this continues, lower optim.lr or look at mismatch/abs_max"
-_OVERFLOWED = "because the gradient overflowed in FP16; the loss scale is now {actor/loss_scale:.0f}"
+_OVERFLOWED = (
+    "because the gradient overflowed in FP16; the loss scale is now {actor/loss_scale:.0f}"
+)
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -53,7 +55,9 @@ class Stop:
 
     def __enter__(self) -> Stop:
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # a shell ignores SIGINT in its background jobs
+            if (
+                signal.getsignal(number) is not signal.SIG_IGN
+            ):  # a shell ignores SIGINT in its background jobs
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -103,7 +107,9 @@ def train(
         return run_and_keep(trainer, Checkpoints(trainer, checkpoint), stop, start)
 
 
-def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, start: float) -> dict[str, Any]:
+def run_and_keep(
+    trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, start: float
+) -> dict[str, Any]:
     """Publish and train. Then write export, summary and plots, even after an error. Return the summary.
 
     After a KeyboardInterrupt only the summary is written, because the weights may be those of half a step."""
@@ -117,7 +123,9 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, st
         check_room(run_dir / EXPORT, report.bytes)
     total = config.trainer.total_training_steps
     start_step = trainer.step
-    with Tracker(run_dir, config.trainer.logger, total, config.model_dump(), start_step=start_step) as tracker:
+    with Tracker(
+        run_dir, config.trainer.logger, total, config.model_dump(), start_step=start_step
+    ) as tracker:
         try:
             tracker.message(trainer.policy.report)
             checkpoints.resumed(tracker)
@@ -128,7 +136,9 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, st
         except BaseException as error:
             failure = error
     interrupted = isinstance(failure, KeyboardInterrupt)
-    stop.work = None if interrupted else "the training has ended, and its last files are being written"
+    stop.work = (
+        None if interrupted else "the training has ended, and its last files are being written"
+    )
     facts = {
         "quant_scheme": config.quant.scheme,
         "quant_kernels": config.quant.kernels,
@@ -145,7 +155,9 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, st
     if failure is not None and not trainer.step:
         not_saved = "no step was trained"
     elif interrupted:
-        not_saved = "the run was interrupted within a step, and its weights may be those of half a step"
+        not_saved = (
+            "the run was interrupted within a step, and its weights may be those of half a step"
+        )
     return finish_run(
         run_dir,
         facts,
@@ -159,7 +171,9 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: Stop, st
     )
 
 
-def run_steps(trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker, stop: Stop, start: float) -> None:
+def run_steps(
+    trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker, stop: Stop, start: float
+) -> None:
     """Evaluate before training (step 0). Then train until the last step, or until `stop` is true."""
     settings = trainer.config.trainer
     test_freq = settings.test_freq
@@ -175,7 +189,9 @@ def run_steps(trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker,
         if trainer.step == 1:
             metrics["startup/seconds_to_first_step"] = time.perf_counter() - start
         last = trainer.step == total or bool(stop)
-        if trainer.parts.val_prompts and (last or (test_freq > 0 and trainer.step % test_freq == 0)):
+        if trainer.parts.val_prompts and (
+            last or (test_freq > 0 and trainer.step % test_freq == 0)
+        ):
             try:
                 metrics |= trainer.evaluate()
             except Exception:
@@ -188,13 +204,19 @@ def run_steps(trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker,
             tracker.message(f"step {trainer.step}: {text}")
         if metrics["actor/skipped_steps"]:
             why = _OVERFLOWED.format(**metrics) if "actor/loss_scale" in metrics else _SKIPPED
-            tracker.message(f"step {trainer.step}: {metrics['actor/skipped_steps']:.0f} updates skipped, {why}")
+            tracker.message(
+                f"step {trainer.step}: {metrics['actor/skipped_steps']:.0f} updates skipped, {why}"
+            )
     if stop:
         checkpoints.stopped(tracker)
 
 
 def keep_step(
-    trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker, stop: Stop, metrics: dict[str, float]
+    trainer: LocalTrainer,
+    checkpoints: Checkpoints,
+    tracker: Tracker,
+    stop: Stop,
+    metrics: dict[str, float],
 ) -> None:
     """Write the checkpoint of a finished step if one is due, and log the step's `metrics`, to which this adds."""
     metrics |= trainer.timer.pop()

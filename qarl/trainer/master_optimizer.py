@@ -77,7 +77,11 @@ class LossScale:
         return {"scale": self.scale, "good": self.good, "overflows": self.overflows}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.scale, self.good, self.overflows = state["scale"], int(state["good"]), int(state["overflows"])
+        self.scale, self.good, self.overflows = (
+            state["scale"],
+            int(state["good"]),
+            int(state["overflows"]),
+        )
 
 
 def lr_scale(training_step: int, optim_config: OptimConfig, total_training_steps: int) -> float:
@@ -132,7 +136,8 @@ class MasterOptimizer:
         self._updated = self._parameters
         if self._keep_masters:
             self._updated = {
-                name: torch.nn.Parameter(p.detach().to(torch.float32, copy=True)) for name, p in self._updated.items()
+                name: torch.nn.Parameter(p.detach().to(torch.float32, copy=True))
+                for name, p in self._updated.items()
             }
         self._inner = self._build_inner(seed)
         self._apply_schedule()
@@ -220,7 +225,10 @@ class MasterOptimizer:
         if shown:
             metrics["actor/grad_norm"] = sum(shown) / len(shown)
         if self.loss_scale.active:
-            metrics |= {"actor/loss_scale": self.loss_scale.scale, "actor/overflows": self.loss_scale.overflows}
+            metrics |= {
+                "actor/loss_scale": self.loss_scale.scale,
+                "actor/overflows": self.loss_scale.overflows,
+            }
         if self.muon_lr is not None:
             metrics["actor/muon_lr"] = self.muon_lr
         return metrics
@@ -254,7 +262,9 @@ class MasterOptimizer:
         return {
             "training_step": self.training_step,
             "inner": self._inner.state_dict(),
-            "masters": {n: master.detach() for n, master in self._updated.items()} if self._keep_masters else {},
+            "masters": {n: master.detach() for n, master in self._updated.items()}
+            if self._keep_masters
+            else {},
         }
 
     @torch.no_grad()

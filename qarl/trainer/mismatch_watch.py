@@ -97,7 +97,9 @@ def compare(trainer: LocalTrainer) -> Comparison:
         responses = trainer.generate(prompts, sampling, seeds)
         trainer.engine.sleep()
         zeros = torch.zeros(count)
-        batch = make_batch(responses, zeros, zeros, pad_token_id=trainer.parts.pad_token_id).to(trainer.policy.device)
+        batch = make_batch(responses, zeros, zeros, pad_token_id=trainer.parts.pad_token_id).to(
+            trainer.policy.device
+        )
         log_probs = trainer.old_log_probs(batch)
     metrics = mismatch_metrics(log_probs, batch.rollout_log_probs, batch.response_mask)
     level = trainer.policy.limit_level
@@ -105,7 +107,9 @@ def compare(trainer: LocalTrainer) -> Comparison:
     if config.quant.mismatch_limit is not None or level not in NOISE_LIMITS:
         return Comparison(batch, metrics, None, level, tokens)
     level, roots = compare_with_noise(trainer.policy, config, batch)
-    return Comparison(batch, metrics, times_noise(roots.delta, roots.noise, roots.tokens), level, tokens)
+    return Comparison(
+        batch, metrics, times_noise(roots.delta, roots.noise, roots.tokens), level, tokens
+    )
 
 
 def compare_with_noise(policy: Policy, config: Config, batch: Batch) -> tuple[str, Roots]:
@@ -121,15 +125,25 @@ def compare_with_noise(policy: Policy, config: Config, batch: Batch) -> tuple[st
             level = "model" if stack.enter_context(engine_arithmetic(policy.model)) else level
         if off:
             kernels = config.quant.kernels
-            stack.enter_context(published_forward(policy.model, policy.scheme, policy.ignore, kernels=kernels))
+            stack.enter_context(
+                published_forward(policy.model, policy.scheme, policy.ignore, kernels=kernels)
+            )
         roots.add(
-            policy.model, lambda: policy.batch_log_probs(batch, config), batch.rollout_log_probs, batch.response_mask
+            policy.model,
+            lambda: policy.batch_log_probs(batch, config),
+            batch.rollout_log_probs,
+            batch.response_mask,
         )
     return level, roots
 
 
 def check_batch(
-    config: Config, level: str, batch: Batch, metrics: dict[str, float], *, before_first_update: bool
+    config: Config,
+    level: str,
+    batch: Batch,
+    metrics: dict[str, float],
+    *,
+    before_first_update: bool,
 ) -> str | None:
     """Return the warning of `check_mismatch` for this batch, or None. `level`: the policy's `limit_level`.
 
@@ -166,7 +180,11 @@ def watch(
                 f"{outside:.0f} sampled tokens are outside the set that the trainer's top-p or top-k keeps; the "
                 "trainer added them to the set; look at mismatch/abs_max"
             )
-    if batch.routed_experts is not None and batch.other_experts is not None and batch.routing_compared is not None:
+    if (
+        batch.routed_experts is not None
+        and batch.other_experts is not None
+        and batch.routing_compared is not None
+    ):
         known = known_routing(batch.routed_experts).any(-1) & batch.routing_compared[:, None]
         watched["mismatch/other_experts_frac"] = float(batch.other_experts[known].float().mean())
     if config.quant.kernels == "dequantized":
@@ -180,7 +198,9 @@ def watch(
     return watched, warnings
 
 
-def log_samples(config: Config, step: int, batch: Batch, measured: Measured, tokenizer: Any) -> None:
+def log_samples(
+    config: Config, step: int, batch: Batch, measured: Measured, tokenizer: Any
+) -> None:
     """Append some responses of `step` to samples.jsonl, if `is_logged` chooses this step.
 
     `measured`: the trainer's log-probs before the update. Responses that have none are not chosen."""
@@ -192,7 +212,10 @@ def log_samples(config: Config, step: int, batch: Batch, measured: Measured, tok
         row[:length].tolist() if known else []
         for row, length, known in zip(differences, lengths, measured.known.tolist(), strict=True)
     ]
-    prompts = [row[:length] for row, length in zip(batch.input_ids, batch.prompt_lengths.tolist(), strict=True)]
+    prompts = [
+        row[:length]
+        for row, length in zip(batch.input_ids, batch.prompt_lengths.tolist(), strict=True)
+    ]
     responses = [row[:length] for row, length in zip(batch.responses, lengths, strict=True)]
     more: dict[str, Any] = {"reward": batch.rewards.tolist()}
     if batch.finish_reasons is not None:

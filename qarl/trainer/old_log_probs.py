@@ -47,7 +47,9 @@ def sample_size(rows: int, fraction: float) -> int:
     return min(rows, math.ceil(rows * fraction))
 
 
-def differing_tokens(log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor) -> int:
+def differing_tokens(
+    log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor
+) -> int:
     """Return the number of tokens with δ != 0. A NaN counts as a difference. All arguments are [rows, R]."""
     return int(((log_prob != rollout_log_prob) & mask).sum())
 
@@ -112,7 +114,9 @@ class OldLogProbs:
     def begin(self, batch: Batch, *, seed: int) -> torch.Tensor:
         """Return the old log-probs of a step, FP32 [B, R]. `seed`: seed of the random sample of rows to check."""
         rollout = batch.rollout_log_probs
-        skips = self.started and (self.skipping.skips if self.mode == "auto" else self.mode == "rollout")
+        skips = self.started and (
+            self.skipping.skips if self.mode == "auto" else self.mode == "rollout"
+        )
         self.started = True
         self.messages = []
         self.values = dict.fromkeys(("old_log_probs/recomputed", "old_log_probs/fallback"), 0.0)
@@ -126,7 +130,9 @@ class OldLogProbs:
             return self._fall_back(batch)
         return rollout
 
-    def confirm_or_recompute(self, batch: Batch, old_log_probs: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+    def confirm_or_recompute(
+        self, batch: Batch, old_log_probs: torch.Tensor, log_probs: torch.Tensor
+    ) -> torch.Tensor:
         """Return the old log-probs of this step: `old_log_probs`, or recomputed ones if a check of `auto` failed.
 
         `log_probs`: those of the first mini-batch in the update, FP32 [rows, R], before any weight has changed."""
@@ -142,7 +148,9 @@ class OldLogProbs:
     def mismatch(self, batch: Batch) -> dict[str, float]:
         """Return `mismatch_metrics` over the rows that have been measured."""
         return mismatch_metrics(
-            self.measured.log_probs, batch.rollout_log_probs, batch.response_mask & self.measured.known[:, None]
+            self.measured.log_probs,
+            batch.rollout_log_probs,
+            batch.response_mask & self.measured.known[:, None],
         )
 
     def metrics(self) -> dict[str, float]:
@@ -156,14 +164,18 @@ class OldLogProbs:
         old_log_probs/find_prob     only if rows were sampled: the probability that the sample contains a differing row,
                                     if only one row outside the first mini-batch differs
         """
-        return self.values | {"old_log_probs/checked_frac": float(self.measured.known.float().mean())}
+        return self.values | {
+            "old_log_probs/checked_frac": float(self.measured.known.float().mean())
+        }
 
     def _recompute(self, batch: Batch) -> torch.Tensor:
         """Compute all rows, and count this for the next steps. Return the trainer's log-probs."""
         own = self.compute(batch, None)
         self.measured = Measured(own, torch.ones(len(batch), dtype=torch.bool, device=own.device))
         before = self.skipping.skips
-        self.skipping.recomputed(differing_tokens(own, batch.rollout_log_probs, batch.response_mask))
+        self.skipping.recomputed(
+            differing_tokens(own, batch.rollout_log_probs, batch.response_mask)
+        )
         self.values["old_log_probs/recomputed"] = 1.0
         if self.mode == "auto" and self.skipping.skips and not before:
             self.messages.append(

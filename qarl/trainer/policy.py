@@ -43,7 +43,9 @@ def check_finite(model: nn.Module, dtype: str) -> None:
     """Raise UserError if a parameter of a model loaded in FP16 is NaN or Inf. FP16's largest number is 65504."""
     if dtype != "fp16":
         return
-    bad = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+    bad = [
+        name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())
+    ]
     if bad:
         raise UserError(
             f"{len(bad)} weights are NaN or Inf in FP16",
@@ -55,7 +57,11 @@ def check_finite(model: nn.Module, dtype: str) -> None:
 
 def adapters_of(config: Config) -> Callable[..., Adapters] | None:
     """Return what gives a model the adapters of the section `lora`, or None if all weights are trained."""
-    return partial(Adapters, config=config.lora, seed=config.seed, base=config.model.path) if config.lora.r else None
+    return (
+        partial(Adapters, config=config.lora, seed=config.seed, base=config.model.path)
+        if config.lora.r
+        else None
+    )
 
 
 DROPOUTS = frozenset({"attention_dropout", "hidden_dropout", "residual_dropout"})
@@ -108,8 +114,12 @@ class Policy:
         quantized = align != "off" and scheme.quantized
         linears: object = "linears: BF16 in the forward"
         if quantized:
-            linears = quantize_model(model, scheme=scheme, ignore=ignore, kernels=kernels, device=device)
-        aligned = align_model(model, align, eager=eager, adapters=adapters is not None, device=device)
+            linears = quantize_model(
+                model, scheme=scheme, ignore=ignore, kernels=kernels, device=device
+            )
+        aligned = align_model(
+            model, align, eager=eager, adapters=adapters is not None, device=device
+        )
         self.align = aligned.level
         self.limit_level = aligned.limit_level
         self.why_lower = aligned.why_lower
@@ -131,7 +141,9 @@ class Policy:
 
         quant = config.quant
         hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
-        for key in DROPOUTS & set(vars(hf_config)):  # as an argument, it would reach models that do not have the key
+        for key in DROPOUTS & set(
+            vars(hf_config)
+        ):  # as an argument, it would reach models that do not have the key
             setattr(hf_config, key, 0.0)
         try:
             with default_dtype_kept():
@@ -144,7 +156,9 @@ class Policy:
                     trust_remote_code=config.model.trust_remote_code,
                     **loading_options(config.model.path),
                 )
-        except RuntimeError:  # raised by torch; `prepare_run` reports that config and weights do not fit
+        except (
+            RuntimeError
+        ):  # raised by torch; `prepare_run` reports that config and weights do not fit
             raise
         except Exception as error:  # transformers raises different types for different bad keys
             why = (str(error).splitlines() or [""])[0]
@@ -183,7 +197,12 @@ class Policy:
 
     @torch.no_grad()
     def batch_log_probs(
-        self, batch: Batch, config: Config, *, truncation: Truncation | None = None, only: torch.Tensor | None = None
+        self,
+        batch: Batch,
+        config: Config,
+        *,
+        truncation: Truncation | None = None,
+        only: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the log-probs of all response tokens of a batch, FP32 [B, R], without gradients.
 
@@ -191,7 +210,9 @@ class Policy:
         log_probs = torch.zeros_like(batch.rollout_log_probs)
         temperature = config.rollout.temperature
         for rows in micro_batches(batch, config.actor, log_probs=True, only=only):
-            log_probs[rows] = self.response_log_probs(batch, rows, temperature=temperature, truncation=truncation)
+            log_probs[rows] = self.response_log_probs(
+                batch, rows, temperature=temperature, truncation=truncation
+            )
         return log_probs
 
     def response_log_probs(
@@ -202,7 +223,9 @@ class Policy:
         `truncation`: top-p and top-k. Pass it only to compute the old log-probs. It stores the tokens that top-p and
         top-k leave in `batch.sampling_mask`. If that is set, each softmax is over these tokens only.
         """
-        return self.response_log_probs_and_top(batch, rows, temperature=temperature, truncation=truncation)[0]
+        return self.response_log_probs_and_top(
+            batch, rows, temperature=temperature, truncation=truncation
+        )[0]
 
     def response_log_probs_and_top(
         self, batch: Batch, rows: Rows, *, temperature: float, truncation: Truncation | None = None
@@ -218,7 +241,9 @@ class Policy:
         with self.routing(batch, rows, layout):
             logits = self.logits(batch, rows, layout)
         if truncation is not None and truncation.active:
-            batch.set_sampling_mask(rows, *logits.sampling_mask(tokens, truncation, temperature=temperature))
+            batch.set_sampling_mask(
+                rows, *logits.sampling_mask(tokens, truncation, temperature=temperature)
+            )
         sampled_from = None if batch.sampling_mask is None else batch.sampling_mask[rows][mask]
         log_probs, top = logits.log_probs(tokens, temperature=temperature, mask=sampled_from)
         zeros = torch.zeros(mask.shape, device=mask.device)
@@ -262,7 +287,9 @@ class Policy:
             prompts = batch.prompt_lengths[rows]
             inputs["prompt_lengths"] = torch.cat([prompts, prompts.new_tensor(filler)])
         if self.logits_in_blocks(len(places) if self.packed else layout.size):
-            hidden = self.model.base_model(use_cache=False, **inputs).last_hidden_state.flatten(0, 1)[places]
+            hidden = self.model.base_model(use_cache=False, **inputs).last_hidden_state.flatten(
+                0, 1
+            )[places]
             weight = self.model.get_output_embeddings().weight
             if self.fp32_head:  # as in vLLM's LogitsProcessor, both operands are cast
                 return LogitsInBlocks(hidden.float(), weight.float())
@@ -270,7 +297,9 @@ class Policy:
         if not self.packed:
             return WholeLogits(self.called(use_cache=False, **inputs).logits.flatten(0, 1)[places])
         to_keep = F.pad(places, (0, -len(places) % TOKEN_MULTIPLE))
-        return WholeLogits(self.called(use_cache=False, logits_to_keep=to_keep, **inputs).logits[0, : len(places)])
+        return WholeLogits(
+            self.called(use_cache=False, logits_to_keep=to_keep, **inputs).logits[0, : len(places)]
+        )
 
     def logits_in_blocks(self, positions: int) -> bool:
         """Return whether to compute the logits of `positions` positions in blocks.
@@ -312,5 +341,10 @@ class Policy:
         files = ModelFiles.of(self.model, tokenizer)
         adapter = self.adapters.adapter() if self.adapters else None
         return save_model(
-            folder, files, self.packed_state_dict(), scheme=self.scheme, ignore=self.ignore, adapter=adapter
+            folder,
+            files,
+            self.packed_state_dict(),
+            scheme=self.scheme,
+            ignore=self.ignore,
+            adapter=adapter,
         )

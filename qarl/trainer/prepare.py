@@ -40,21 +40,34 @@ class RunParts:
 
 def prepare_run(config: Config) -> RunParts:
     """Run all checks (`qarl.checks.registry`), then load the weights. Raise UserError for the first that fails."""
-    verl_functions.require(objective_settings(config), advantages=config.algorithm.adv_estimator == "rloo")
+    verl_functions.require(
+        objective_settings(config), advantages=config.algorithm.adv_estimator == "rloo"
+    )
     with stage("checking data, model and machine", imports=True):
         run = check_run(config)
         record = run.record
     tokenizer = run.tokenizer
-    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    pad_token_id = (
+        tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    )
     try:
         with stage(f"loading the weights of {config.model.path}"):
             policy = Policy.load(config)
     except RuntimeError as error:
         raise cannot_build(config.model.path, " ".join(str(error).split())[:400]) from error
     vocabulary = policy.model.get_output_embeddings().weight.shape[0]
-    check_sampling(config, level=policy.align, vocabulary=vocabulary, on_cpu=policy.device.type == "cpu")
+    check_sampling(
+        config, level=policy.align, vocabulary=vocabulary, on_cpu=policy.device.type == "cpu"
+    )
     return RunParts(
-        policy, tokenizer, pad_token_id or 0, run.train_prompts, run.val_prompts, run.sampler, run.reward_fn, record
+        policy,
+        tokenizer,
+        pad_token_id or 0,
+        run.train_prompts,
+        run.val_prompts,
+        run.sampler,
+        run.reward_fn,
+        record,
     )
 
 

@@ -22,7 +22,13 @@ from typing import Any
 
 import yaml
 
-from qarl.checkpoint.resumable import Checkpoint, CheckpointError, list_checkpoints, newest_good, open_checkpoint
+from qarl.checkpoint.resumable import (
+    Checkpoint,
+    CheckpointError,
+    list_checkpoints,
+    newest_good,
+    open_checkpoint,
+)
 from qarl.checkpoint.storage import checkpoints_dir, fresh_run_dir, holds_a_run, recover, set_aside
 from qarl.checks.inputs_record import Record
 from qarl.config import Config
@@ -37,7 +43,9 @@ from qarl.trainer.input_changes import Inputs
 
 
 def _keys(**sections: str) -> frozenset[str]:
-    return frozenset(f"{section}.{key}" for section, keys in sections.items() for key in keys.split())
+    return frozenset(
+        f"{section}.{key}" for section, keys in sections.items() for key in keys.split()
+    )
 
 
 _VALIDATION = _keys(rollout="val_temperature", data="val_files")
@@ -98,11 +106,17 @@ def open_run(config: Config, record: Record | None = None) -> Iterator[Checkpoin
         start = find_start(config, record)
         for folder, problem in start.damaged:
             name = set_aside(folder, "damaged").name
-            note(f"{problem.what} ({problem.why}); it was renamed to {name}, and an earlier checkpoint is used")
+            note(
+                f"{problem.what} ({problem.why}); it was renamed to {name}, and an earlier checkpoint is used"
+            )
         for text in start.notes:
             note(text)
         checkpoint = start.checkpoint
-        say(start_line(config, (checkpoint.folder, checkpoint.step) if checkpoint else None, start.fresh))
+        say(
+            start_line(
+                config, (checkpoint.folder, checkpoint.step) if checkpoint else None, start.fresh
+            )
+        )
         if not start.stays_in(run_dir):
             fresh_run_dir(run_dir)
     with lock_run(run_dir, create=True):
@@ -129,7 +143,9 @@ def find_start(config: Config, record: Record | None = None) -> Start:
         return replace(start, fresh=why_fresh(run_dir))
     checkpoint = start.checkpoint
     inputs = Inputs(checkpoint.state.get("inputs"), record) if record is not None else None
-    notes = check_changes(config, checkpoint.folder, checkpoint.step, checkpoint.config, inputs=inputs)
+    notes = check_changes(
+        config, checkpoint.folder, checkpoint.step, checkpoint.config, inputs=inputs
+    )
     return replace(start, notes=notes)
 
 
@@ -145,7 +161,11 @@ def check_backend(config: Config) -> None:
 
     The backends' checkpoints differ, so neither resumes the other's."""
     run_dir = config.run_dir
-    if config.trainer.resume_mode == "disable" or is_finished(run_dir) or not checkpoints_dir(run_dir).is_dir():
+    if (
+        config.trainer.resume_mode == "disable"
+        or is_finished(run_dir)
+        or not checkpoints_dir(run_dir).is_dir()
+    ):
         return
     try:
         saved = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
@@ -166,7 +186,11 @@ def why_fresh(run_dir: Path) -> str:
     """Return why a run in `run_dir` does not resume, if no checkpoint was chosen by the config and none is there."""
     if is_finished(run_dir):
         return f"the run in {run_dir} is finished"
-    return f"the run in {run_dir} has no checkpoint" if holds_a_run(run_dir) else f"there is no run in {run_dir}"
+    return (
+        f"the run in {run_dir} has no checkpoint"
+        if holds_a_run(run_dir)
+        else f"there is no run in {run_dir}"
+    )
 
 
 def start_line(config: Config, checkpoint: tuple[Path, int] | None, fresh: str) -> str:
@@ -179,7 +203,9 @@ def start_line(config: Config, checkpoint: tuple[Path, int] | None, fresh: str) 
         begins = f"resumes from {checkpoint[0]}, after step {checkpoint[1]} of {trainer.total_training_steps}"
     when = [f"every {trainer.save_freq} steps"] if trainer.save_freq > 0 else []
     if trainer.save_minutes > 0:
-        when += [f"every {trainer.save_minutes:g} minutes"] + ["at Ctrl-C"] * (config.backend == "local")
+        when += [f"every {trainer.save_minutes:g} minutes"] + ["at Ctrl-C"] * (
+            config.backend == "local"
+        )
     if config.backend == "verl" and not when and trainer.save_final:
         when = ["only after the last step (trainer.save_freq=N saves earlier)"]
     saves = ", ".join(when) or "never, so this run cannot resume (trainer.save_freq=N)"
@@ -201,7 +227,9 @@ def supersede(run_dir: Path, checkpoints: Iterable[tuple[int, Path]], step: int)
     for later, folder in checkpoints:
         if later > step:
             renamed = set_aside(folder, "superseded").name
-            note(f"{folder} is of a later step than the one that the run resumes from; it was renamed to {renamed}")
+            note(
+                f"{folder} is of a later step than the one that the run resumes from; it was renamed to {renamed}"
+            )
     forget_steps_after(run_dir, step)
     (run_dir / "summary.json").unlink(missing_ok=True)
 
@@ -285,9 +313,13 @@ def check_changes(
     `saved`: the config in the checkpoint. `also`: more changed keys with old and new value. `inputs`: what the run read
     and reads, if that is to be compared, too. Raises UserError if the run may not resume."""
     changed = changed_keys(saved, config)
-    other = {key: values for key, values in changed.items() if key not in UNTRAINED} | dict(also or {})
+    other = {key: values for key, values in changed.items() if key not in UNTRAINED} | dict(
+        also or {}
+    )
     if set(other.get("actor.old_log_probs", ())) == {"auto", "recompute"}:
-        del other["actor.old_log_probs"]  # `auto` takes the rollout's log-probs where they are those of `recompute`
+        del other[
+            "actor.old_log_probs"
+        ]  # `auto` takes the rollout's log-probs where they are those of `recompute`
     renamed = inputs.renamed(other) if inputs is not None else {}
     other = {key: values for key, values in other.items() if key not in renamed}
     if other.keys() and other.keys() <= _RANKS:
@@ -295,7 +327,9 @@ def check_changes(
     if other:
         raise UserError(
             f"the run cannot resume from {folder}: the config changes what is trained",
-            where="; ".join(f"{key} was {show(old)}, now {show(new)}" for key, (old, new) in other.items()),
+            where="; ".join(
+                f"{key} was {show(old)}, now {show(new)}" for key, (old, new) in other.items()
+            ),
             why="the rest of the run would be a different experiment than its beginning",
             fix="set these keys to their old values, or start fresh: a new name=..., or trainer.resume_mode=disable",
         )
@@ -305,7 +339,10 @@ def check_changes(
             where=f"trainer.total_training_steps={config.trainer.total_training_steps}",
             fix="raise trainer.total_training_steps, or resume from an earlier checkpoint (resume_mode=resume_path)",
         )
-    notes = [f"{key} was {show(old)}, now {show(new)}: it has the same content" for key, (old, new) in renamed.items()]
+    notes = [
+        f"{key} was {show(old)}, now {show(new)}: it has the same content"
+        for key, (old, new) in renamed.items()
+    ]
     if inputs is not None:
         notes += inputs.check(folder)
     if rounding := sorted(changed.keys() & _ROUNDING):
@@ -313,7 +350,9 @@ def check_changes(
             f"changed {', '.join(rounding)}: the training is the same, but rounds differently than an uninterrupted run"
         )
     if validation := sorted(changed.keys() & _VALIDATION):
-        notes.append(f"changed {', '.join(validation)}: figures of validations before and after cannot be compared")
+        notes.append(
+            f"changed {', '.join(validation)}: figures of validations before and after cannot be compared"
+        )
     if _LENGTH in changed and config.optim.lr_scheduler_type == "cosine":
         before, now = changed[_LENGTH]
         notes.append(
@@ -326,7 +365,9 @@ def check_changes(
 def _other_ranks(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> UserError:
     return UserError(
         f"the run cannot resume from {folder} on another number of ranks",
-        where="; ".join(f"{key} was {show(old)}, now {show(new)}" for key, (old, new) in changed.items()),
+        where="; ".join(
+            f"{key} was {show(old)}, now {show(new)}" for key, (old, new) in changed.items()
+        ),
         why="in a checkpoint of verl each rank has its own part of the weights and of the optimizer's state",
         fix="set these keys to their old values; or export the checkpoint (qarl export ... format=fp32), and start a "
         "new run with model.path set to the export",
@@ -335,8 +376,15 @@ def _other_ranks(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> UserEr
 
 def version_notes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a note for each part of versions.json that differs from that of the checkpoint."""
-    changed = [(key, before, now[key]) for key, before in saved.items() if key in now and now[key] != before]
-    return [f"changed since the checkpoint, bits may differ: {key} {old} -> {new}" for key, old, new in changed]
+    changed = [
+        (key, before, now[key])
+        for key, before in saved.items()
+        if key in now and now[key] != before
+    ]
+    return [
+        f"changed since the checkpoint, bits may differ: {key} {old} -> {new}"
+        for key, old, new in changed
+    ]
 
 
 def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
@@ -350,7 +398,9 @@ def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[An
         before.setdefault(key, default)
     for key, _ in list(unread(before, default_values())):
         del before[key]
-    return {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}
+    return {
+        key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]
+    }
 
 
 @contextmanager
@@ -361,7 +411,9 @@ def lock_run(run_dir: Path, *, create: bool = False) -> Iterator[bool]:
         if create:
             run_dir.mkdir(parents=True, exist_ok=True)
         file = (run_dir / ".lock").open("a")
-    except OSError:  # writing the config comes next, and its error says what is wrong with the folder
+    except (
+        OSError
+    ):  # writing the config comes next, and its error says what is wrong with the folder
         yield False
         return
     with file:

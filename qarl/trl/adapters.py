@@ -20,7 +20,9 @@ from qarl.errors import UserError
 from qarl.lora.adapter import CONFIG_FILE, read_adapter
 from qarl.trainer.policy import Policy
 
-_WITHOUT_EFFECT = frozenset({"peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"})
+_WITHOUT_EFFECT = frozenset(
+    {"peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"}
+)
 
 
 def lora_section(peft_config: Any, model: Any) -> dict[str, Any]:
@@ -30,7 +32,9 @@ def lora_section(peft_config: Any, model: Any) -> dict[str, Any]:
     if getattr(model, "peft_config", None):
         what = "the model has adapters of peft already"
         why = "their arithmetic is not the engine's"
-        raise UserError(what, where="model", why=why, fix="pass the base model, and peft_config=LoraConfig(...)")
+        raise UserError(
+            what, where="model", why=why, fix="pass the base model, and peft_config=LoraConfig(...)"
+        )
     if peft_config is None:
         return {}
     from peft import LoraConfig, TaskType
@@ -43,13 +47,25 @@ def lora_section(peft_config: Any, model: Any) -> dict[str, Any]:
     if not peft_config.r:
         what = f"r={peft_config.r} gives the model no adapters"
         why = "all weights would be trained"
-        raise UserError(what, where="peft_config.r", why=why, fix="set r to a rank such as 8, or leave peft_config out")
+        raise UserError(
+            what,
+            where="peft_config.r",
+            why=why,
+            fix="set r to a rank such as 8, or leave peft_config out",
+        )
     targets = peft_config.target_modules
     if not targets or (isinstance(targets, str) and targets != ALL_LINEAR):
         why = "it chooses linears by the last part of their name; peft's own default depends on the model's family"
         fix = f'set it to "{ALL_LINEAR}", or to a list such as ["q_proj", "v_proj"]'
-        raise UserError(f"target_modules={targets!r}", where="peft_config.target_modules", why=why, fix=fix)
-    supported: dict[str, Any] = {"r": ..., "lora_alpha": ..., "target_modules": ..., "task_type": TaskType.CAUSAL_LM}
+        raise UserError(
+            f"target_modules={targets!r}", where="peft_config.target_modules", why=why, fix=fix
+        )
+    supported: dict[str, Any] = {
+        "r": ...,
+        "lora_alpha": ...,
+        "target_modules": ...,
+        "task_type": TaskType.CAUSAL_LM,
+    }
     defaults = LoraConfig()
     for name in (field.name for field in fields(peft_config) if field.name not in _WITHOUT_EFFECT):
         value = getattr(peft_config, name)
@@ -74,13 +90,22 @@ def load_adapter(policy: Policy, folder: str) -> None:
     assert policy.adapters is not None
     if not (Path(folder) / CONFIG_FILE).is_file():
         why = "its run trained all weights"
-        raise UserError("the checkpoint has no adapter", where=folder, why=why, fix="leave peft_config out")
+        raise UserError(
+            "the checkpoint has no adapter", where=folder, why=why, fix="leave peft_config out"
+        )
     saved: Mapping[str, torch.Tensor] = read_adapter(Path(folder)).tensors
     ours = policy.adapters.tensors()
-    shapes, expected = ({name: tensor.shape for name, tensor in each.items()} for each in (saved, ours))
+    shapes, expected = (
+        {name: tensor.shape for name, tensor in each.items()} for each in (saved, ours)
+    )
     if differing := sorted(name for name, _ in shapes.items() ^ expected.items()):
         why = "this tensor is only in the checkpoint, or only in the model, or has different shapes"
         fix = "restore the model and peft_config of the run"
-        raise UserError("the checkpoint has another adapter", where=f"{folder}: {differing[0]}", why=why, fix=fix)
+        raise UserError(
+            "the checkpoint has another adapter",
+            where=f"{folder}: {differing[0]}",
+            why=why,
+            fix=fix,
+        )
     for name, tensor in saved.items():
         ours[name].copy_(tensor)

@@ -10,7 +10,9 @@ import torch
 from qarl.trainer.advantages import equal_rewards
 
 
-def equal_responses(rewards: torch.Tensor, weights: torch.Tensor, group: int, aggregation: str) -> torch.Tensor:
+def equal_responses(
+    rewards: torch.Tensor, weights: torch.Tensor, group: int, aggregation: str
+) -> torch.Tensor:
     """Return which responses have the rewards of all others of their group, bool [responses].
 
     Args:
@@ -25,5 +27,8 @@ def equal_responses(rewards: torch.Tensor, weights: torch.Tensor, group: int, ag
         compared = rewards.nan_to_num(nan=torch.finfo(torch.float32).min)
     prompts = [row // group for row in range(len(rewards))]
     everyone = torch.ones(len(rewards), dtype=torch.bool)
-    columns = [equal_rewards(column, prompts, baseline="group", filled=everyone) for column in compared.cpu().T]
+    columns = [
+        equal_rewards(column, prompts, baseline="group", filled=everyone)
+        for column in compared.cpu().T
+    ]
     return torch.stack(columns).all(0).to(rewards.device)

@@ -34,26 +34,40 @@ TRL_VERSION = "1.16.0"
 TRL_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 _ROUNDING = "the forward must round as the engine does, and this setting changes its arithmetic"
 _TOKENS = "the engine would sample from probabilities that differ from the trainer's"
-_OWN_ENGINE = "QaRL starts its own vLLM, publishes quantized weights to it, and samples the rollouts with it"
+_OWN_ENGINE = (
+    "QaRL starts its own vLLM, publishes quantized weights to it, and samples the rollouts with it"
+)
 SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "bf16": ((False,), f"{_ROUNDING}: autocast on a BF16 model"),
     "fp16": ((False,), _ROUNDING),
-    "mixed_precision": (("no", None), f"{_ROUNDING}; accelerate's configuration and environment set it too"),
+    "mixed_precision": (
+        ("no", None),
+        f"{_ROUNDING}; accelerate's configuration and environment set it too",
+    ),
     "use_liger_kernel": ((False,), _ROUNDING),
     "cast_lm_head_to_fp32": ((False,), f"{_ROUNDING}: the engine's logits are BF16"),
     "torch_compile": ((False,), _ROUNDING),
-    "deepspeed": ((None,), "DeepSpeed keeps weights in its own flat buffers, which QaRL cannot quantize"),
+    "deepspeed": (
+        (None,),
+        "DeepSpeed keeps weights in its own flat buffers, which QaRL cannot quantize",
+    ),
     "use_vllm": ((False,), _OWN_ENGINE),
     "use_transformers_continuous_batching": ((False,), _OWN_ENGINE),
     "top_p": ((1.0,), _TOKENS),
     "top_k": ((0, -1), _TOKENS),
     "min_p": ((None, 0), _TOKENS),
     "repetition_penalty": ((1.0,), _TOKENS),
-    "generation_kwargs": ((None, {}), "QaRL's vLLM takes only temperature and max_completion_length"),
+    "generation_kwargs": (
+        (None, {}),
+        "QaRL's vLLM takes only temperature and max_completion_length",
+    ),
     "vllm_tensor_parallel_size": ((1,), "each process has an engine of one worker"),
     "neftune_noise_alpha": ((None, 0), "the trainer's embeddings would differ from the engine's"),
     "loss_type": (("tbpo", *TRL_LOSSES), "QaRL has TBPO, and runs these losses of TRL"),
-    "optim": (("adamw_torch", "adamw_torch_fused"), "QaRL's AdamW keeps FP32 copies of the weights"),
+    "optim": (
+        ("adamw_torch", "adamw_torch_fused"),
+        "QaRL's AdamW keeps FP32 copies of the weights",
+    ),
 }
 """Setting -> its supported values, and why it has no others."""
 _NO_TERM = "TBPO has no such term, so the value would have no effect; TRL's losses have"
@@ -87,20 +101,30 @@ def check_args(args: Any, arguments: dict[str, Any]) -> None:
     if installed != TRL_VERSION:
         what = f"qarl.trl needs trl=={TRL_VERSION}, but {installed} is installed"
         why = "it overrides private methods of TRL, and other versions of TRL may call them differently"
-        raise UserError(what, where="the Python environment", why=why, fix=f"pip install trl=={TRL_VERSION}")
+        raise UserError(
+            what, where="the Python environment", why=why, fix=f"pip install trl=={TRL_VERSION}"
+        )
     if not isinstance(args, QaRLConfig):
         fix = "from qarl.trl import QaRLConfig, and pass args=QaRLConfig(...)"
-        raise UserError(f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}", where="args", fix=fix)
-    for name, (allowed, why) in (SETTINGS | (TBPO_SETTINGS if args.loss_type == "tbpo" else {})).items():
+        raise UserError(
+            f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}", where="args", fix=fix
+        )
+    for name, (allowed, why) in (
+        SETTINGS | (TBPO_SETTINGS if args.loss_type == "tbpo" else {})
+    ).items():
         value = getattr(args, name)
         value = getattr(value, "value", value)  # of an Enum
         if value not in allowed:
             fix = f"set it to {' or '.join(map(str, allowed))}"
-            raise UserError(f"QaRLTrainer does not support {name}={value!r}", where=name, why=why, fix=fix)
+            raise UserError(
+                f"QaRLTrainer does not support {name}={value!r}", where=name, why=why, fix=fix
+            )
     if args.use_cpu and torch.cuda.is_available():
         why = "rollouts would run on the GPU"
         fix = "hide the GPUs (CUDA_VISIBLE_DEVICES='')"
-        raise UserError("QaRLTrainer does not support use_cpu beside a GPU", where="use_cpu", why=why, fix=fix)
+        raise UserError(
+            "QaRLTrainer does not support use_cpu beside a GPU", where="use_cpu", why=why, fix=fix
+        )
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true"):
         where = "fsdp, or accelerate's configuration"
         why = "a publish needs all weights in each process"
@@ -110,12 +134,16 @@ def check_args(args: Any, arguments: dict[str, Any]) -> None:
     if 0 < args.max_steps <= args.warmup_steps:
         what = f"warmup_steps={args.warmup_steps} is not below max_steps={args.max_steps}"
         why = "no step would have the full learning rate"
-        raise UserError(what, where="warmup_steps", why=why, fix="lower warmup_steps, or train for more steps")
+        raise UserError(
+            what, where="warmup_steps", why=why, fix="lower warmup_steps, or train for more steps"
+        )
     # A scheduler may come from outside.
     arguments = arguments | {"optimizers": arguments.get("optimizers", (None, None))[0]}
     for name, why in ARGUMENTS.items():
         if arguments.get(name):
-            raise UserError(f"QaRLTrainer does not support {name}", where=name, why=why, fix=f"leave {name} out")
+            raise UserError(
+                f"QaRLTrainer does not support {name}", where=name, why=why, fix=f"leave {name} out"
+            )
 
 
 def check_adapter_args(args: QaRLConfig) -> None:
@@ -132,7 +160,12 @@ def check_adapter_args(args: QaRLConfig) -> None:
         (reentrant, "gradient_checkpointing_kwargs", frozen, "set use_reentrant=False in it"),
     ):
         if wrong:
-            raise UserError(f"QaRLTrainer does not support {name} with peft_config", where=name, why=why, fix=fix)
+            raise UserError(
+                f"QaRLTrainer does not support {name} with peft_config",
+                where=name,
+                why=why,
+                fix=fix,
+            )
 
 
 def _check_saves(args: QaRLConfig) -> None:
@@ -153,14 +186,18 @@ def _check_saves(args: QaRLConfig) -> None:
         )
 
 
-def settings_of(args: QaRLConfig, policy: Policy, lora: Mapping[str, Any], inputs: Record) -> dict[str, Any]:
+def settings_of(
+    args: QaRLConfig, policy: Policy, lora: Mapping[str, Any], inputs: Record
+) -> dict[str, Any]:
     """Return what a checkpoint and the run that resumes from it must have in common: the fields `COMPARED` of `args`,
     the record of what the run reads, and with adapters the section `lora` and a digest of their base."""
     settings = {name: getattr(args, name) for name in COMPARED} | {INPUTS: inputs}
     if policy.adapters is None:
         return settings
     digests = published_digests(policy)
-    base = hashlib.sha256("".join(f"{name} {digests[name]};" for name in sorted(digests)).encode()).hexdigest()
+    base = hashlib.sha256(
+        "".join(f"{name} {digests[name]};" for name in sorted(digests)).encode()
+    ).hexdigest()
     return settings | {"peft_config": dict(lora), "base": base}
 
 
@@ -168,7 +205,9 @@ def inputs_of(hf_config: Any, tokenizer: Any, folder: str, reward_funcs: Any) ->
     """Return the record of what `QaRLTrainer` sees of a run's inputs: the model's config, the tokenizer, and the source
     of the reward functions. TRL's datasets are not in it."""
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-    return full_record(model_record(hf_config, tokenizer, folder) | {"reward": sources_digest(functions)})
+    return full_record(
+        model_record(hf_config, tokenizer, folder) | {"reward": sources_digest(functions)}
+    )
 
 
 def check_resume(asked: str | bool | None, args: QaRLConfig, settings: Mapping[str, Any]) -> None:
@@ -183,7 +222,9 @@ def check_resume(asked: str | bool | None, args: QaRLConfig, settings: Mapping[s
     except (OSError, ValueError):
         what = f"the checkpoint does not say how its run was quantized: {FILE} is missing or unreadable"
         fix = "start a new run from its weights: pass this folder as model, without resume_from_checkpoint"
-        raise UserError(what, where=str(folder), why="QaRLTrainer writes this file", fix=fix) from None
+        raise UserError(
+            what, where=str(folder), why="QaRLTrainer writes this file", fix=fix
+        ) from None
     names = [*settings, *(name for name in saved if name not in settings)]
     changed = [name for name in names if name != INPUTS and saved.get(name) != settings.get(name)]
     if changed == ["base"]:
@@ -194,8 +235,16 @@ def check_resume(asked: str | bool | None, args: QaRLConfig, settings: Mapping[s
             fix="restore the model's files and QaRL's version of the run; or start a new run, with another output_dir",
         )
     if changed:
-        pairs = {name: [_in_python(each.get(name)) for each in (saved, settings)] for name in changed if name != "base"}
-        different = "its peft_config was different" if [*pairs] == ["peft_config"] else "it was quantized differently"
+        pairs = {
+            name: [_in_python(each.get(name)) for each in (saved, settings)]
+            for name in changed
+            if name != "base"
+        }
+        different = (
+            "its peft_config was different"
+            if [*pairs] == ["peft_config"]
+            else "it was quantized differently"
+        )
         restore = ", ".join(f"{name}={old}" for name, (old, _) in pairs.items())
         raise UserError(
             f"the run cannot resume from {folder}: {different}",
@@ -210,9 +259,13 @@ def check_resume(asked: str | bool | None, args: QaRLConfig, settings: Mapping[s
 def _check_inputs(folder: str, saved: Record | None, now: Record) -> None:
     """Print notes about what differs between two records. Raise UserError if it decides what is trained."""
     if saved is None:
-        note(f"{folder} has no record of model config, tokenizer and rewards, because an older QaRL wrote it")
+        note(
+            f"{folder} has no record of model config, tokenizer and rewards, because an older QaRL wrote it"
+        )
         return
-    for text in check_inputs(Path(folder), saved, now, fresh="start a new run, with another output_dir"):
+    for text in check_inputs(
+        Path(folder), saved, now, fresh="start a new run, with another output_dir"
+    ):
         note(text)
 
 
@@ -220,5 +273,7 @@ def _in_python(value: Any) -> str:
     """Return the expression for a setting's value. Adapters are saved as QaRL's section `lora`."""
     if not isinstance(value, dict):
         return repr(value)
-    arguments = {"lora_alpha" if name == "alpha" else name: setting for name, setting in value.items()}
+    arguments = {
+        "lora_alpha" if name == "alpha" else name: setting for name, setting in value.items()
+    }
     return f"LoraConfig({', '.join(f'{name}={setting!r}' for name, setting in arguments.items())})"

@@ -70,12 +70,20 @@ _OwnKeys: Any = make_dataclass("_OwnKeys", _own_fields(), bases=(GRPOConfig,))
 class QaRLConfig(_OwnKeys):
     """Settings of a `QaRLTrainer`. `RUN_KEYS` maps QaRL's keys (docs/config_reference.md) to these fields."""
 
-    loss_type: str = field(default="tbpo", metadata={"help": "tbpo, or one of TRL's losses on quantized rollouts."})
-    bf16: bool = field(default=False, metadata={"help": "Must be False: the model is BF16 without autocast."})
-    vllm_enable_sleep_mode: bool = field(default=True, metadata={"help": "On a GPU, free memory between rollouts."})
+    loss_type: str = field(
+        default="tbpo", metadata={"help": "tbpo, or one of TRL's losses on quantized rollouts."}
+    )
+    bf16: bool = field(
+        default=False, metadata={"help": "Must be False: the model is BF16 without autocast."}
+    )
+    vllm_enable_sleep_mode: bool = field(
+        default=True, metadata={"help": "On a GPU, free memory between rollouts."}
+    )
 
 
-def run_config(args: QaRLConfig, model: str, max_prompt_length: int, lora: Mapping[str, Any] | None = None) -> Config:
+def run_config(
+    args: QaRLConfig, model: str, max_prompt_length: int, lora: Mapping[str, Any] | None = None
+) -> Config:
     """Return QaRL's config of the run that `args` describes. For a bad value raise UserError, which names TRL's field.
 
     `max_prompt_length`: tokens of the longest prompt. TRL loads the data, so the data keys are placeholders.
@@ -83,10 +91,18 @@ def run_config(args: QaRLConfig, model: str, max_prompt_length: int, lora: Mappi
     values: dict[str, Any] = {
         "name": "trl",
         "model": {"path": model},
-        "data": {"train_files": ["dataset"], "train_batch_size": 1, "max_prompt_length": max_prompt_length},
+        "data": {
+            "train_files": ["dataset"],
+            "train_batch_size": 1,
+            "max_prompt_length": max_prompt_length,
+        },
         "rollout": {},
         "lora": dict(lora or {}),
-        "actor": {"ppo_mini_batch_size": 1, "ppo_micro_batch_size_per_gpu": 1, "log_prob_micro_batch_size_per_gpu": 1},
+        "actor": {
+            "ppo_mini_batch_size": 1,
+            "ppo_micro_batch_size_per_gpu": 1,
+            "log_prob_micro_batch_size_per_gpu": 1,
+        },
         "trainer": {"total_training_steps": 1, "val_before_train": False},
     }
     for key, name in RUN_KEYS.items():
@@ -96,7 +112,9 @@ def run_config(args: QaRLConfig, model: str, max_prompt_length: int, lora: Mappi
     def build() -> Config:
         config = build_config(values)
         # TRL's losses are no values of `actor.loss`, so the bands of TBPO are compared with `loss_type` here.
-        fields = {key: getattr(args, name) for key, name in RUN_KEYS.items()} | {"actor.loss": args.loss_type}
+        fields = {key: getattr(args, name) for key, name in RUN_KEYS.items()} | {
+            "actor.loss": args.loss_type
+        }
         defaults = {key: getattr(QaRLConfig, name, None) for key, name in RUN_KEYS.items()}
         if misfits := problems(fields, defaults):
             raise ConfigError(misfits)
@@ -115,6 +133,8 @@ def in_trls_words(call: Any) -> Any:
     try:
         return call()
     except UserError as error:
-        what, where, why, fix = (text and trls_words(text) for text in (error.what, error.where, error.why, error.fix))
+        what, where, why, fix = (
+            text and trls_words(text) for text in (error.what, error.where, error.why, error.fix)
+        )
         kind = UserError if isinstance(error, ConfigError) else type(error)
         raise kind(what or "", where=where, why=why, fix=fix) from None

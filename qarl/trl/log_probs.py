@@ -40,7 +40,13 @@ def as_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor, response_wid
 
 
 def log_probs_of_rows(
-    policy: Policy, batch: Batch, rows: slice, *, temperature: float, entropies: bool, entropy_gradient: bool = False
+    policy: Policy,
+    batch: Batch,
+    rows: slice,
+    *,
+    temperature: float,
+    entropies: bool,
+    entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return log-probs and, if `entropies` is true, entropies in nats. Both are FP32 [rows, response_width], 0 on
     padding."""
@@ -53,12 +59,16 @@ def log_probs_of_rows(
     if not entropies:
         entropy = None
     elif isinstance(logits, LogitsInBlocks):
-        entropy = log_probs_and_entropies(logits.hidden, logits.weight, tokens, temperature=temperature)[1]
+        entropy = log_probs_and_entropies(
+            logits.hidden, logits.weight, tokens, temperature=temperature
+        )[1]
     else:
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = entropies_of_logits(logits.logits, temperature=temperature)
     zeros = torch.zeros(mask.shape, device=mask.device)
-    return zeros.masked_scatter(mask, log_probs), None if entropy is None else zeros.masked_scatter(mask, entropy)
+    return zeros.masked_scatter(mask, log_probs), None if entropy is None else zeros.masked_scatter(
+        mask, entropy
+    )
 
 
 def entropies_of_logits(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:

@@ -33,7 +33,9 @@ class StepMetrics:
         self.accelerator = accelerator
         self._statistics: list[tuple[dict[str, float], bool]] = []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._noise_is_checked = config.quant.mismatch_limit is not None or policy.limit_level not in NOISE_LIMITS
+        self._noise_is_checked = (
+            config.quant.mismatch_limit is not None or policy.limit_level not in NOISE_LIMITS
+        )
 
     @torch.no_grad()
     def check_noise_once(self, called: Any, inputs: dict[str, Any]) -> None:
@@ -52,21 +54,27 @@ class StepMetrics:
             return  # all responses were masked, as TRL does with truncated ones; the next micro-batch may have tokens
         self._noise_is_checked = True
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)[:PROBE_RESPONSES]
-        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)[:PROBE_RESPONSES]
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)[
+            :PROBE_RESPONSES
+        ]
         rollout = inputs["sampling_per_token_logps"][:PROBE_RESPONSES]
         batch = as_batch(ids, attention_mask, rollout.shape[1])
         batch.rollout_log_probs = rollout.float()
         self.policy.called = called
         level, roots = compare_with_noise(self.policy, self.config, batch)
         delta, noise, tokens = self._summed(roots.delta, roots.noise, roots.tokens)
-        in_trls_words(lambda: check_noise(times_noise(delta, noise, tokens), level=level, tokens=tokens))
+        in_trls_words(
+            lambda: check_noise(times_noise(delta, noise, tokens), level=level, tokens=tokens)
+        )
 
     def add(self, statistics: dict[str, float], *, first: bool) -> None:
         """Add the statistics of a micro-batch. `first`: whether it is of the first optimizer step after its rollout,
         in which every ratio is 1."""
         self._statistics.append((statistics, first))
 
-    def compare(self, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, *, trained: bool) -> None:
+    def compare(
+        self, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, *, trained: bool
+    ) -> None:
         """Compare the log-probs of trainer and engine, all [B, T]. `trained`: whether an update has been made.
 
         Raises:
@@ -101,7 +109,9 @@ class StepMetrics:
             mismatch = token_mismatch(old, rollout, lengths)
         if mismatch:
             mean_length = float(lengths[lengths > 0].double().mean())
-            warning = self._check(mismatch["mismatch/abs_mean"], mean_length, before_first_update=False)
+            warning = self._check(
+                mismatch["mismatch/abs_mean"], mean_length, before_first_update=False
+            )
             metrics |= mismatch | {"mismatch/over_limit": float(warning is not None)}
             if warning and self.accelerator.is_main_process:
                 warnings.warn(warning, stacklevel=2)

@@ -70,7 +70,11 @@ class Rollouts:
         if self.policy.adapters is None:
             self.report = self.engine.publish(self.policy.published_tensors(), version=step)
         else:
-            base = None if self.engine.has_weights else self.policy.publish_base(self.engine, version=step)
+            base = (
+                None
+                if self.engine.has_weights
+                else self.policy.publish_base(self.engine, version=step)
+            )
             report = self.engine.publish_adapter(self.policy.adapters.adapter(), version=step)
             self.report = replace(report, bytes=report.bytes + (base.bytes if base else 0))
         self.published = now
@@ -82,7 +86,9 @@ class Rollouts:
         last, calls = self._calls.get(training, (step, -1))
         calls = calls + 1 if last == step else 0
         self._calls[training] = (step, calls)
-        start = (calls * trainer.accelerator.num_processes + trainer.accelerator.process_index) * count
+        start = (
+            calls * trainer.accelerator.num_processes + trainer.accelerator.process_index
+        ) * count
         start += 0 if training else EVALUATION
         return [request_seed(trainer.args.seed, step, start + i) for i in range(count)]
 
@@ -100,8 +106,13 @@ def longest_prompt(args: QaRLConfig, tokenizer: Any, *datasets: Any) -> int:
     limit = args.vllm_max_model_length
     response = args.max_completion_length
     assert response is not None  # `run_config` refuses None
-    parts = [part for data in datasets for part in (data.values() if isinstance(data, dict) else [data])]
-    longest = max((n for data in parts if data is not None for n in _lengths(args, tokenizer, data)), default=1)
+    parts = [
+        part for data in datasets for part in (data.values() if isinstance(data, dict) else [data])
+    ]
+    longest = max(
+        (n for data in parts if data is not None for n in _lengths(args, tokenizer, data)),
+        default=1,
+    )
     if limit is not None and limit - response < longest:
         what = f"vllm_max_model_length={limit} leaves {limit - response} tokens for a prompt, not {longest}"
         why = "the longest prompt has as many"
@@ -122,13 +133,17 @@ def _lengths(args: QaRLConfig, tokenizer: Any, data: Any) -> Iterator[int]:
         what = "a dataset is empty" if not len(data) else "a dataset has no column prompt"
         where = "train_dataset, eval_dataset"
         fix = "give each dataset rows with a prompt"
-        raise UserError(what, where=where, why=f"its columns: {', '.join(data.column_names)}", fix=fix)
+        raise UserError(
+            what, where=where, why=f"its columns: {', '.join(data.column_names)}", fix=fix
+        )
     prompts = list(data["prompt"])
     if isinstance(prompts[0], str):
         tokens = tokenizer(prompts)
     else:
         template: Any = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-        tokens = tokenizer.apply_chat_template(prompts, **template, **(args.chat_template_kwargs or {}))
+        tokens = tokenizer.apply_chat_template(
+            prompts, **template, **(args.chat_template_kwargs or {})
+        )
     yield from map(len, tokens["input_ids"])
 
 
@@ -139,7 +154,9 @@ def checked_functions(reward_funcs: Any, args: QaRLConfig) -> Any:
     if isinstance(reward_funcs, list):
         return [checked_functions(function, args) for function in reward_funcs]
     if is_name(reward_funcs):
-        return named_reward(reward_funcs, workers=args.reward_workers, timeout_s=args.reward_timeout_s)
+        return named_reward(
+            reward_funcs, workers=args.reward_workers, timeout_s=args.reward_timeout_s
+        )
     if not callable(reward_funcs) or isinstance(reward_funcs, torch.nn.Module):
         return reward_funcs
     name = get_callable_name(reward_funcs)
@@ -161,7 +178,9 @@ def check_finite(name: str, rewards: Sequence[Any], arguments: dict[str, Any]) -
     """Return what the reward function `name` returned. Raise UserError if a reward is NaN or Inf.
 
     `arguments`: the function's arguments, of which `prompts` and `trainer_state` are named in the error."""
-    for prompt, reward in zip(arguments["prompts"], rewards, strict=False):  # TRL refuses another number of rewards
+    for prompt, reward in zip(
+        arguments["prompts"], rewards, strict=False
+    ):  # TRL refuses another number of rewards
         if reward is not None and not math.isfinite(reward):
             raise UserError(
                 f"the reward function {name!r} returned {float(reward)}",
@@ -172,7 +191,9 @@ def check_finite(name: str, rewards: Sequence[Any], arguments: dict[str, Any]) -
     return rewards
 
 
-def check_scored(rewards: torch.Tensor, names: Sequence[str], prompts: Sequence[Any], step: int) -> None:
+def check_scored(
+    rewards: torch.Tensor, names: Sequence[str], prompts: Sequence[Any], step: int
+) -> None:
     """Raise UserError if no reward function scored a response, or if a reward is Inf.
 
     Args:
@@ -182,7 +203,11 @@ def check_scored(rewards: torch.Tensor, names: Sequence[str], prompts: Sequence[
     unscored = rewards.isnan().all(1) | rewards.isinf().any(1)
     if not unscored.any():
         return
-    first = f", prompt {shortened(prompts[int(unscored.int().argmax())])}" if len(rewards) == len(prompts) else ""
+    first = (
+        f", prompt {shortened(prompts[int(unscored.int().argmax())])}"
+        if len(rewards) == len(prompts)
+        else ""
+    )
     raise UserError(
         f"{int(unscored.sum())} of {len(rewards)} responses have no reward",
         where=f"step {step}{first}",

@@ -46,7 +46,14 @@ from qarl.trainer.policy import Policy, adapters_of
 from qarl.trainer.prepare import engine_config
 from qarl.trl.adapters import ignore_frozen, load_adapter, lora_section
 from qarl.trl.advantages import equal_responses
-from qarl.trl.checks import FILE, check_adapter_args, check_args, check_resume, inputs_of, settings_of
+from qarl.trl.checks import (
+    FILE,
+    check_adapter_args,
+    check_args,
+    check_resume,
+    inputs_of,
+    settings_of,
+)
 from qarl.trl.config import QaRLConfig, in_trls_words, run_config, trls_words
 from qarl.trl.log_probs import as_batch, log_probs_of_rows
 from qarl.trl.metrics import StepMetrics
@@ -82,7 +89,9 @@ class QaRLTrainer(GRPOTrainer):
             check_adapter_args(args)
         folder = model_folder(model)
         self.run = run_config(args, folder, max_prompt_length=1, lora=lora)
-        tokenizer = processing_class or in_trls_words(lambda: make_checks(self.run, data=False)).tokenizer
+        tokenizer = (
+            processing_class or in_trls_words(lambda: make_checks(self.run, data=False)).tokenizer
+        )
         length = longest_prompt(args, tokenizer, train_dataset, eval_dataset)
         self.run = run_config(args, folder, max_prompt_length=length, lora=lora)
         inputs = in_trls_words(lambda: make_checks(self.run, data=False))
@@ -131,7 +140,9 @@ class QaRLTrainer(GRPOTrainer):
         """Whether this is a training step and not an evaluation."""
         return bool(self.policy.model.training)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *more: Any, **named: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *more: Any, **named: Any
+    ) -> Any:
         """Train as `GRPOTrainer` does. Raise UserError if the checkpoint's run was quantized differently."""
         check_resume(resume_from_checkpoint, self.args, self._settings)
         return super().train(resume_from_checkpoint, *more, **named)
@@ -176,7 +187,11 @@ class QaRLTrainer(GRPOTrainer):
         return optimizer
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> torch.Tensor:
         if self.training and self.state.global_step == 0:
             self._step_metrics.check_noise_once(model, inputs)
@@ -191,7 +206,9 @@ class QaRLTrainer(GRPOTrainer):
             rollout = inputs["sampling_per_token_logps"]
             if self.loss_type != "tbpo":
                 keep = mask != 0
-                statistics = loss_statistics(self._log_probs, old, old, rollout, inputs["advantages"], keep, {})
+                statistics = loss_statistics(
+                    self._log_probs, old, old, rollout, inputs["advantages"], keep, {}
+                )
                 self._step_metrics.add(statistics, first=self._is_first)
             self._step_metrics.compare(old, rollout, mask, trained=self.state.global_step > 0)
         return loss
@@ -221,7 +238,9 @@ class QaRLTrainer(GRPOTrainer):
         assert entropies is not None
         entropy = (entropies * mask).sum() / mask.sum().clamp(min=1)
         mode = "train" if self.training else "eval"
-        self._metrics[mode]["entropy"].append(self.accelerator.gather(entropy.detach()).nanmean().item())
+        self._metrics[mode]["entropy"].append(
+            self.accelerator.gather(entropy.detach()).nanmean().item()
+        )
         return loss
 
     def _get_per_token_logps_and_entropies(
@@ -244,16 +263,28 @@ class QaRLTrainer(GRPOTrainer):
         batch = as_batch(input_ids, attention_mask, logits_to_keep)
         parts = batch.micro_batches(batch_size or len(batch))
         gradient = self._entropy_bonus_enabled
-        how = {"temperature": self.temperature, "entropies": compute_entropy, "entropy_gradient": gradient}
+        how = {
+            "temperature": self.temperature,
+            "entropies": compute_entropy,
+            "entropy_gradient": gradient,
+        }
         outputs = [log_probs_of_rows(policy, batch, rows, **how) for rows in parts]
         log_probs = torch.cat([part for part, _ in outputs])
         if not is_reference:
             self._log_probs = log_probs.detach()
-        entropies = torch.cat([part for _, part in outputs if part is not None]) if compute_entropy else None
+        entropies = (
+            torch.cat([part for _, part in outputs if part is not None])
+            if compute_entropy
+            else None
+        )
         return log_probs, entropies, None
 
-    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
-        rewards: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> torch.Tensor:
+        rewards: torch.Tensor = super()._calculate_rewards(
+            inputs, prompts, completions, completion_ids_list
+        )
         check_scored(rewards, self.reward_func_names, prompts, self.state.global_step)
         self._rewards = rewards
         return rewards
@@ -262,7 +293,9 @@ class QaRLTrainer(GRPOTrainer):
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         self._sampled_at = self.state.global_step
         group = self.num_generations if self.training else self.num_generations_eval
-        equal = equal_responses(self._rewards, self.reward_weights, group, self.multi_objective_aggregation)
+        equal = equal_responses(
+            self._rewards, self.reward_weights, group, self.multi_objective_aggregation
+        )
         own = equal.view(self.accelerator.num_processes, -1)[self.accelerator.process_index]
         output["advantages"] = output["advantages"].masked_fill(own, 0.0)
         return output
@@ -288,7 +321,9 @@ def model_folder(model: str | PreTrainedModel) -> str:
     if not (folder := getattr(model.config, "_name_or_path", "")):
         why = "vLLM reads the model's config and tokenizer from a folder"
         fix = "save model and tokenizer to a folder, and pass that folder"
-        raise UserError("the model was not loaded from a checkpoint", where="model", why=why, fix=fix)
+        raise UserError(
+            "the model was not loaded from a checkpoint", where="model", why=why, fix=fix
+        )
     return str(folder)
 
 
@@ -303,11 +338,18 @@ def load_policy(model: str | PreTrainedModel, config: Config) -> Policy:
     if model.dtype != torch.bfloat16:
         why = "vLLM computes in BF16, and the trainer must round in the same way"
         fix = "load it with dtype=torch.bfloat16, or pass its folder; the optimizer keeps FP32 copies of the weights"
-        raise UserError(f"the model is {model.dtype}, but QaRL trains BF16 models", where="model", why=why, fix=fix)
+        raise UserError(
+            f"the model is {model.dtype}, but QaRL trains BF16 models",
+            where="model",
+            why=why,
+            fix=fix,
+        )
     return quantized(model, config, adapters_of(config))
 
 
-def quantized(model: Any, config: Config, adapters: Callable[[torch.nn.Module], Adapters] | None = None) -> Policy:
+def quantized(
+    model: Any, config: Config, adapters: Callable[[torch.nn.Module], Adapters] | None = None
+) -> Policy:
     """Quantize and align a loaded model in place, as `Policy.load` does. `adapters`: those of `Policy`."""
     model.set_attn_implementation("sdpa")
     model.config.attention_dropout = 0.0
@@ -321,7 +363,9 @@ def quantized(model: Any, config: Config, adapters: Callable[[torch.nn.Module], 
         kernels=quant.kernels,
         eager=config.rollout.enforce_eager is True,
         adapters=adapters,
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),  # before accelerate moves it
+        device=torch.device(
+            "cuda" if torch.cuda.is_available() else "cpu"
+        ),  # before accelerate moves it
     )
 
 
@@ -361,11 +405,15 @@ class MasterAdamW(MuonAdamW):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
         """Update every parameter. If a gradient is not finite, change nothing: neither weights nor state."""
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         if all(bool(gradient.isfinite().all()) for gradient in gradients):
             super().step()
 
-    def _apply(self, parameter: torch.nn.Parameter, update: torch.Tensor, group: dict[str, Any]) -> None:
+    def _apply(
+        self, parameter: torch.nn.Parameter, update: torch.Tensor, group: dict[str, Any]
+    ) -> None:
         if not self._keep_masters:
             super()._apply(parameter, update, group)
             return

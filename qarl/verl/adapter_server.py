@@ -70,7 +70,9 @@ def load_replica() -> type[Any]:
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             vllm = (self.config.engine_kwargs or {}).get("vllm") or {}
-            if vllm.get("enable_lora") and str(vllm.get("worker_extension_cls")).startswith("qarl."):
+            if vllm.get("enable_lora") and str(vllm.get("worker_extension_cls")).startswith(
+                "qarl."
+            ):
                 self.server_class = ray.remote(AdapterServer)
 
     return QaRLReplica

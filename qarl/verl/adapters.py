@@ -44,7 +44,14 @@ class ActorAdapters(Adapters):
     tally    counts the bytes of the last publish"""
 
     def __init__(
-        self, module: Any, config: Any, *, scheme: Scheme, ignore: tuple[str, ...], seed: int, device: torch.device
+        self,
+        module: Any,
+        config: Any,
+        *,
+        scheme: Scheme,
+        ignore: tuple[str, ...],
+        seed: int,
+        device: torch.device,
     ) -> None:
         """Freeze `module`, which is quantized and aligned, and give its linears adapters, in place, on `device`."""
         base = module.config.name_or_path
@@ -55,7 +62,9 @@ class ActorAdapters(Adapters):
         self._ignore = ignore
         self._digests: Mapping[str, str] = {}
         if torch.distributed.get_rank() == 0:
-            self._digests = {name: tensor_digest(tensor) for name, tensor in self._base(stacks=False)}
+            self._digests = {
+                name: tensor_digest(tensor) for name, tensor in self._base(stacks=False)
+            }
 
     def _move(self, module: nn.Module, device: torch.device) -> None:
         """Give every rank the first rank's tensors. verl loads weights only there, and leaves those of others on the
@@ -68,18 +77,26 @@ class ActorAdapters(Adapters):
                         continue
                     if tensor.is_meta:
                         whole = torch.empty_like(tensor, device=device)
-                        table[name] = nn.Parameter(whole, False) if isinstance(tensor, nn.Parameter) else whole
+                        table[name] = (
+                            nn.Parameter(whole, False)
+                            if isinstance(tensor, nn.Parameter)
+                            else whole
+                        )
                     else:
                         tensor.data = tensor.data.to(device)  # tied weights stay tied
                     torch.distributed.broadcast(table[name].detach(), src=0)
 
     def _base(self, *, stacks: bool) -> Named:
-        return packed_state_dict(self.model, scheme=self._scheme, ignore=self._ignore, stacks=stacks)
+        return packed_state_dict(
+            self.model, scheme=self._scheme, ignore=self._ignore, stacks=stacks
+        )
 
     def publication(self, version: int, *, with_base: bool) -> Publication:
         """Return the publish of the adapter, after its base if `with_base`. All ranks must read it together."""
         settings = {"r": self.rank, "alpha": self.alpha, "targets": self.targets, "base": self.base}
-        rounded = ((name, gathered(tensor, torch.bfloat16)) for name, tensor in self.tensors().items())
+        rounded = (
+            (name, gathered(tensor, torch.bfloat16)) for name, tensor in self.tensors().items()
+        )
         streams = [encode_publish(rounded, version=version, run=run_identity(), adapter=settings)]
         if with_base:
             base = ((name, gathered(tensor)) for name, tensor in self._base(stacks=True))
@@ -104,7 +121,9 @@ class ActorAdapters(Adapters):
         if not path.is_file():
             why = "it has the digests of the adapter's base"
             fix = "copy the checkpoint again, or use another one"
-            raise UserError("a file of the checkpoint is missing", where=str(path), why=why, fix=fix)
+            raise UserError(
+                "a file of the checkpoint is missing", where=str(path), why=why, fix=fix
+            )
         saved = json.loads(path.read_text(encoding="utf-8"))["published"]
         if differ := sorted({name for name, _ in saved.items() ^ self._digests.items()}):
             raise UserError(

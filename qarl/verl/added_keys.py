@@ -106,7 +106,10 @@ def _defaults() -> dict[str, Any]:
     import verl
 
     theirs = Path(str(verl.__file__)).parent / "trainer" / "config"
-    files = [*(theirs / name for name in DEFAULTS), *sorted(Path(__file__).parent.glob("qarl*/*.yaml"))]
+    files = [
+        *(theirs / name for name in DEFAULTS),
+        *sorted(Path(__file__).parent.glob("qarl*/*.yaml")),
+    ]
     merged: dict[str, Any] = {}
     for file in files:
         _merge(merged, yaml.safe_load(file.read_text(encoding="utf-8")))

@@ -32,7 +32,9 @@ def rows_of_equal_rewards(
     compared = _last_outputs(keys) if algorithm.adv_estimator == "grpo" else list(range(len(keys)))
     prompts = [sessions[row].rpartition("_")[0] for row in compared]
     equal = equal_rewards(rewards[compared], prompts, baseline=baseline, filled=filled[compared])
-    chosen = {sessions[row] for row, is_equal in zip(compared, equal.tolist(), strict=True) if is_equal}
+    chosen = {
+        sessions[row] for row, is_equal in zip(compared, equal.tolist(), strict=True) if is_equal
+    }
     return [row for row, session in enumerate(sessions) if session in chosen]
 
 

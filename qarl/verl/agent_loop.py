@@ -27,7 +27,9 @@ TURN_END = "<|im_end|>"
 class PlainSingleTurnAgentLoop(SingleTurnAgentLoop):
     """verl's `single_turn_agent`, but it uses the builder for unknown models if the tokenizer lacks `TURN_END`."""
 
-    def __init__(self, *args: Any, tokenizer: Any, hf_model_type: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, tokenizer: Any, hf_model_type: str | None = None, **kwargs: Any
+    ) -> None:
         if TURN_END not in tokenizer.get_vocab():
             hf_model_type = None
         super().__init__(*args, tokenizer=tokenizer, hf_model_type=hf_model_type, **kwargs)
@@ -42,7 +44,9 @@ class PlainSingleTurnAgentLoop(SingleTurnAgentLoop):
         finally:
             self.server_manager = client
         marked = zip(output.response_ids, output.response_mask, strict=True)
-        refuse_other_tokens([token for token, mask in marked if mask], recorder.tokens, "an agent loop's response")
+        refuse_other_tokens(
+            [token for token, mask in marked if mask], recorder.tokens, "an agent loop's response"
+        )
         return output
 
 

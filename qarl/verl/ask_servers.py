@@ -57,7 +57,9 @@ class Watch:
         if not ray.is_initialized():
             return
         self._asked = {
-            name: answer for name, answer in self._asked.items() if (answer.exception() if answer.done() else not again)
+            name: answer
+            for name, answer in self._asked.items()
+            if (answer.exception() if answer.done() else not again)
         }
         for name in ray.util.list_named_actors():
             if name.startswith(self._prefixes) and name not in self._actors:
@@ -65,8 +67,14 @@ class Watch:
         for name, actor in self._actors.items():
             if name not in self._asked:
                 # `check_health` reaches vLLM's workers; `__ray_ready__` says only that the process exists.
-                engine = name.startswith(SERVER) and name.endswith("_0")  # the first server of a replica
-                question = actor.collective_rpc.remote("check_health") if engine else actor.__ray_ready__.remote()
+                engine = name.startswith(SERVER) and name.endswith(
+                    "_0"
+                )  # the first server of a replica
+                question = (
+                    actor.collective_rpc.remote("check_health")
+                    if engine
+                    else actor.__ray_ready__.remote()
+                )
                 self._asked[name] = question.future()
 
     def dead(self, timeout: float = 0.0) -> dict[str, str]:
@@ -84,7 +92,11 @@ def engine_servers() -> dict[str, Any]:
 
     if not ray.is_initialized():  # otherwise the call below would start Ray
         return {}
-    return {name: ray.get_actor(name) for name in ray.util.list_named_actors() if _ENGINE_OF_ACTOR.fullmatch(name)}
+    return {
+        name: ray.get_actor(name)
+        for name in ray.util.list_named_actors()
+        if _ENGINE_OF_ACTOR.fullmatch(name)
+    }
 
 
 def reward_refusal(seconds: float) -> dict[str, str | None] | None:
@@ -102,7 +114,11 @@ def reward_refusal(seconds: float) -> dict[str, str | None] | None:
         ray.get_actor(name).__ray_call__.remote(refusal).future() for name in names
     ]
     wait(questions, timeout=seconds)
-    answers = [question.result() for question in questions if question.done() and question.exception() is None]
+    answers = [
+        question.result()
+        for question in questions
+        if question.done() and question.exception() is None
+    ]
     return next((answer for answer in answers if answer), None)
 
 
@@ -195,10 +211,14 @@ class Preemptions:
         for name, actor in engine_servers().items():
             if name not in self._urls:
                 address, port = ray.get(actor.get_server_address.remote(), timeout=ANSWER_SECONDS)
-                self._urls[name] = f"http://{f'[{address}]' if ':' in address else address}:{port}/metrics"
+                self._urls[name] = (
+                    f"http://{f'[{address}]' if ':' in address else address}:{port}/metrics"
+                )
         # Without a proxy, because the servers are in the run's own network.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        answers = (opener.open(url, timeout=ANSWER_SECONDS).read().decode() for url in self._urls.values())
+        answers = (
+            opener.open(url, timeout=ANSWER_SECONDS).read().decode() for url in self._urls.values()
+        )
         return sum(map(preemptions_in, answers))
 
 

@@ -42,8 +42,20 @@ from typing import Any
 import torch
 import yaml
 
-from qarl.checkpoint.read_weights import load_part, refuse_code, step_of, what_is_missing, whole_and_torn
-from qarl.checkpoint.storage import StorageError, fresh_run_dir, remove_folder, write_json, write_text
+from qarl.checkpoint.read_weights import (
+    load_part,
+    refuse_code,
+    step_of,
+    what_is_missing,
+    whole_and_torn,
+)
+from qarl.checkpoint.storage import (
+    StorageError,
+    fresh_run_dir,
+    remove_folder,
+    write_json,
+    write_text,
+)
 from qarl.checks.check import NotCheckedError, RunInputs
 from qarl.checks.inputs_record import RECORD_FILE, Record
 from qarl.checks.memory import checkpoint_bytes, readable
@@ -129,7 +141,9 @@ def newest_whole(checkpoints: Path) -> Path | None:
             fix="copy the checkpoint again, or set trainer.resume_mode=disable to move the run aside and start fresh",
         )
     if last > newest:
-        note(f"global_step_{last} is incomplete ({torn[last]}); global_step_{newest} is the newest complete checkpoint")
+        note(
+            f"global_step_{last} is incomplete ({torn[last]}); global_step_{newest} is the newest complete checkpoint"
+        )
     return whole.get(newest)
 
 
@@ -159,7 +173,9 @@ def _check_config(config: Config, folder: Path, record: Record | None) -> None:
     except (OSError, yaml.YAMLError):
         saved = None
     if not saved:
-        note(f"{path} is missing or not readable, so the run's first config is not compared with this one")
+        note(
+            f"{path} is missing or not readable, so the run's first config is not compared with this one"
+        )
         return
     rest = {key: value for key, value in saved.items() if key != "verl"}
     before = saved.get("verl") or {}
@@ -192,7 +208,11 @@ def _saved_json(path: Path) -> dict[str, Any] | None:
 
 def _make_newest(run_dir: Path, folder: Path) -> None:
     """Write the step of `folder` into verl's tracker file. Rename later checkpoints, and delete the run's summary."""
-    supersede(run_dir, [(step_of(other), other) for other in folder.parent.glob("global_step_*")], step_of(folder))
+    supersede(
+        run_dir,
+        [(step_of(other), other) for other in folder.parent.glob("global_step_*")],
+        step_of(folder),
+    )
     write_text(folder.parent / TRACKER, str(step_of(folder)))
 
 
@@ -228,7 +248,9 @@ class Saving:
         self._last = trainer.get("total_training_steps")
         keep = trainer.get("max_actor_ckpt_to_keep")
         self._keep = keep if keep and keep > 0 else None  # verl keeps all at 0 and below
-        begins = trainer.get("resume_from_path") if trainer.get("resume_mode") == "resume_path" else None
+        begins = (
+            trainer.get("resume_from_path") if trainer.get("resume_mode") == "resume_path" else None
+        )
         self._begins = Path(begins).resolve() if begins else None
         self._checkpoints = Path(trainer.default_local_dir)
         self.begin()
@@ -242,7 +264,9 @@ class Saving:
         run that has a checkpoint by time replaces it at its end."""
         if self._freq > 0 and (last or step % self._freq == 0):
             return False
-        return bool(self._passing()) if last else 0 < self._seconds <= time.monotonic() - self._since
+        return (
+            bool(self._passing()) if last else 0 < self._seconds <= time.monotonic() - self._since
+        )
 
     def folder(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`, and mark it if the next checkpoint replaces it."""
@@ -261,7 +285,11 @@ class Saving:
         try:
             for other in replaced:
                 # A repeated command begins again from the checkpoint that resume_from_path names.
-                if step_of(other) < step_of(folder) and other.resolve() != self._begins and not other.is_symlink():
+                if (
+                    step_of(other) < step_of(folder)
+                    and other.resolve() != self._begins
+                    and not other.is_symlink()
+                ):
                     remove_folder(other)
         except StorageError as error:
             _log.warning("an old checkpoint stays, training continues: %s", error)
@@ -274,7 +302,11 @@ class Saving:
         return [whole[step] for step in steps[:-keep]]
 
     def _passing(self) -> list[Path]:
-        return [mark.parent for mark in self._checkpoints.glob(f"global_step_*/{BY_TIME}") if step_of(mark.parent)]
+        return [
+            mark.parent
+            for mark in self._checkpoints.glob(f"global_step_*/{BY_TIME}")
+            if step_of(mark.parent)
+        ]
 
 
 def engine_state(engine: Any, parts: Collection[str] = PARTS) -> State:
@@ -282,26 +314,41 @@ def engine_state(engine: Any, parts: Collection[str] = PARTS) -> State:
     tensors: dict[str, torch.Tensor] = {}
     state: State = {}
     if "model" in parts:
-        tensors |= {f"model.{name}": tensor for name, tensor in engine.checkpoint_manager.model.state_dict().items()}
+        tensors |= {
+            f"model.{name}": tensor
+            for name, tensor in engine.checkpoint_manager.model.state_dict().items()
+        }
     if "optimizer" in parts:
         optimizer = engine.optimizer.state_dict()
         for index, entry in optimizer["state"].items():
-            tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in entry.items()}
-        groups = [{key: group[key] for key in group if key != "params"} for group in optimizer["param_groups"]]
+            tensors |= {
+                f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in entry.items()
+            }
+        groups = [
+            {key: group[key] for key in group if key != "params"}
+            for group in optimizer["param_groups"]
+        ]
         state["optimizer.param_groups"] = _digest(repr(groups).encode())
     if "extra" in parts:
-        state["scheduler"] = _digest(repr(sorted(engine.lr_scheduler.state_dict().items(), key=str)).encode())
+        state["scheduler"] = _digest(
+            repr(sorted(engine.lr_scheduler.state_dict().items(), key=str)).encode()
+        )
     local = {name: local_part(tensor) for name, tensor in tensors.items()}
     # With param_offload verl has only begun to copy them to the host (`non_blocking` in verl/utils/fsdp_utils.py).
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     sums = checksums(local.values())
-    return state | {name: f"{value & (2**64 - 1):016x}" for name, value in zip(local, sums, strict=True)}
+    return state | {
+        name: f"{value & (2**64 - 1):016x}" for name, value in zip(local, sums, strict=True)
+    }
 
 
 def random_state(rng: Any) -> State:
     """Return a digest of each state that `FSDPCheckpointManager.get_rng_state` returns."""
-    data = {name: v.numpy().tobytes() if isinstance(v, torch.Tensor) else pickle.dumps(v, 4) for name, v in rng.items()}
+    data = {
+        name: v.numpy().tobytes() if isinstance(v, torch.Tensor) else pickle.dumps(v, 4)
+        for name, v in rng.items()
+    }
     return {f"rng.{name}": _digest(value) for name, value in data.items()}
 
 

@@ -127,12 +127,42 @@ def run_errors(config: Config, composed: Any) -> Iterator[UserError]:
     merged = bool(config.lora.r) and "hf_model" in saved
     only = trainer.max_actor_ckpt_to_keep == 1 or trainer.get("remove_previous_ckpt_in_save")
     problems: tuple[Problem, ...] = (
-        ("file" not in (trainer.logger or ()), "trainer.logger", trainer.logger, "a list that contains file", unread),
+        (
+            "file" not in (trainer.logger or ()),
+            "trainer.logger",
+            trainer.logger,
+            "a list that contains file",
+            unread,
+        ),
         (only, "trainer.max_actor_ckpt_to_keep", 1, "2 or more (trainer.max_ckpt_to_keep=2)", lost),
-        (exports and trainer.save_freq <= 0, "trainer.save_freq", trainer.save_freq, "a number above 0", export),
-        (exports and folder != ours, "trainer.default_local_dir", folder, "null (leave it out)", export),
-        (merged, f"{ACTOR}.checkpoint.save_contents", saved, "a list without hf_model", whole_model),
-        (exports and "model" not in saved, f"{ACTOR}.checkpoint.save_contents", saved, "a list with model", export),
+        (
+            exports and trainer.save_freq <= 0,
+            "trainer.save_freq",
+            trainer.save_freq,
+            "a number above 0",
+            export,
+        ),
+        (
+            exports and folder != ours,
+            "trainer.default_local_dir",
+            folder,
+            "null (leave it out)",
+            export,
+        ),
+        (
+            merged,
+            f"{ACTOR}.checkpoint.save_contents",
+            saved,
+            "a list without hf_model",
+            whole_model,
+        ),
+        (
+            exports and "model" not in saved,
+            f"{ACTOR}.checkpoint.save_contents",
+            saved,
+            "a list with model",
+            export,
+        ),
     )
     return errors_of(problems, prefix="verl.")
 
@@ -161,12 +191,18 @@ def refuse_partial_batches(composed: Any, written: set[str]) -> None:
     def refuse(key: str, problem: str, fix: str) -> UserError:
         name = BATCH_KEYS[key] if key in BATCH_KEYS and key not in written else f"verl.{key}"
         why = f"{prompts} prompts, {rollout.n} responses each, mini-batches of {mini} prompts, {ranks} ranks"
-        return UserError(f"{name}={OmegaConf.select(composed, key)} {problem}", where=name, why=why, fix=fix)
+        return UserError(
+            f"{name}={OmegaConf.select(composed, key)} {problem}", where=name, why=why, fix=fix
+        )
 
     if responses % ranks:
         unit = ranks // math.gcd(ranks, rollout.n)
         problem = f"does not give each of {ranks} ranks the same number of responses"
-        raise refuse(f"{ACTOR}.ppo_mini_batch_size", problem, f"make it and data.train_batch_size multiples of {unit}")
+        raise refuse(
+            f"{ACTOR}.ppo_mini_batch_size",
+            problem,
+            f"make it and data.train_batch_size multiples of {unit}",
+        )
     multiple = math.lcm(responses, ranks)
     step = math.ceil(prompts * rollout.n / multiple) * multiple
     longest = composed.data.max_prompt_length + composed.data.max_response_length
@@ -181,7 +217,9 @@ def refuse_partial_batches(composed: Any, written: set[str]) -> None:
         if not isinstance(limit, int) or limit < 1:
             raise refuse(key, "is not a whole number above 0", "set it to 1 or more")
         if actor.use_dynamic_bsz and limit < longest:
-            raise refuse(key, f"does not hold a row of {longest} tokens", f"set it to {longest} or more")
+            raise refuse(
+                key, f"does not hold a row of {longest} tokens", f"set it to {longest} or more"
+            )
         if not actor.use_dynamic_bsz and share % limit:
             fix = f"choose a divisor of {share}"
             raise refuse(key, f"does not divide a rank's {share} responses", fix)
@@ -227,7 +265,9 @@ def _log_prob_problems(composed: Any, quant: QuantSettings | None) -> Iterator[P
     source = "recompute" if quant is None else quant.old_log_probs
     mode = trainer.v1.trainer_mode
     plain = mode == "sync"
-    lacks = not composed.actor_rollout_ref.rollout.calculate_log_probs and (loss in OURS or source != "recompute")
+    lacks = not composed.actor_rollout_ref.rollout.calculate_log_probs and (
+        loss in OURS or source != "recompute"
+    )
     reader = f"{ACTOR}.policy_loss.loss_mode={loss} and {QUANT}.old_log_probs={source} need the rollout's log-probs"
     unread = f"trainer.v1.trainer_mode={mode} would ignore it; only qarl_sync reads this key"
     minutes = trainer.get("save_minutes", -1)
@@ -235,12 +275,24 @@ def _log_prob_problems(composed: Any, quant: QuantSettings | None) -> Iterator[P
     yield plain and source != "recompute", f"{QUANT}.old_log_probs", source, "recompute", unread
     yield plain and minutes > 0, "trainer.save_minutes", minutes, -1, unread
     for key, why in (
-        ("bypass_mode", "replaces the trainer's log-probs by the rollout's, so TBPO would see no mismatch"),
+        (
+            "bypass_mode",
+            "replaces the trainer's log-probs by the rollout's, so TBPO would see no mismatch",
+        ),
         ("rollout_is", "adds a weight for each token, but TBPO already weights the whole sequence"),
-        ("rollout_rs", "removes tokens before TBPO forms a response's ratio and the mismatch is measured"),
+        (
+            "rollout_rs",
+            "removes tokens before TBPO forms a response's ratio and the mismatch is measured",
+        ),
     ):
         value = composed.algorithm.rollout_correction.get(key)
-        yield loss == "tbpo" and value, f"{CORRECTION}.{key}", value, "false or null", f"with TBPO, it {why}"
+        yield (
+            loss == "tbpo" and value,
+            f"{CORRECTION}.{key}",
+            value,
+            "false or null",
+            f"with TBPO, it {why}",
+        )
 
 
 def _sampling_problems(composed: Any) -> Iterator[Problem]:
@@ -280,11 +332,26 @@ def _trainer_problems(composed: Any) -> Iterator[Problem]:
     yield not trainer.use_v1, "trainer.use_v1", False, True, "QaRL runs only in verl's v1 trainer"
     yield other, "trainer.v1.trainer_mode", mode, "qarl_sync", stale
     yield engine != "vllm", f"{ROLLOUT}.name", engine, "vllm", only
-    for key, value in (("quantization", rollout.get("quantization")), (VLLM_QUANTIZATION, vllm.get("quantization"))):
+    for key, value in (
+        ("quantization", rollout.get("quantization")),
+        (VLLM_QUANTIZATION, vllm.get("quantization")),
+    ):
         yield value is not None, f"{ROLLOUT}.{key}", value, "null", twice
-    yield kv_cache not in (None, "auto", "bfloat16"), f"{ROLLOUT}.{KV_CACHE}", kv_cache, "auto", scales
+    yield (
+        kv_cache not in (None, "auto", "bfloat16"),
+        f"{ROLLOUT}.{KV_CACHE}",
+        kv_cache,
+        "auto",
+        scales,
+    )
     yield alone, f"{ROLLOUT}.multi_turn.enable", True, f"{tool}agent_name", turns
-    yield 0 < steps <= warmup, f"{ACTOR}.optim.lr_warmup_steps", warmup, f"a number below {steps}", late
+    yield (
+        0 < steps <= warmup,
+        f"{ACTOR}.optim.lr_warmup_steps",
+        warmup,
+        f"a number below {steps}",
+        late,
+    )
 
 
 def other_engine_errors(composed: Any, quant: QuantSettings) -> Iterator[UserError]:
@@ -299,9 +366,14 @@ def other_engine_errors(composed: Any, quant: QuantSettings) -> Iterator[UserErr
 
         def shown(config: dict[str, Any]) -> str:
             differing = [name for name in actors | engines if actors.get(name) != engines.get(name)]
-            return ", ".join(f"{name}={config[name]}" for name in differing if name in config) or "nothing quantized"
+            return (
+                ", ".join(f"{name}={config[name]}" for name in differing if name in config)
+                or "nothing quantized"
+            )
 
-        settings = ", ".join(f"{QUANT}.{key}={getattr(quant, key)}" for key in ("scheme", "group_size", "ignore"))
+        settings = ", ".join(
+            f"{QUANT}.{key}={getattr(quant, key)}" for key in ("scheme", "group_size", "ignore")
+        )
         yield UserError(
             "the actor and the rollout engine would have different quantization",
             where=f"{QUANT}, {OVERRIDES}.quantization_config",
@@ -325,11 +397,19 @@ def other_engine_errors(composed: Any, quant: QuantSettings) -> Iterator[UserErr
         backend = rollout.checkpoint_engine.backend
         enabled = vllm.get("enable_lora", False)
         adapts = "the engine gets an adapter, which is compared with the layers of its one worker"
-        together = "separate rollout workers do not tell the actor whether they have the adapter's base"
+        together = (
+            "separate rollout workers do not tell the actor whether they have the adapter's base"
+        )
         problems += [
             (not enabled, f"{ROLLOUT}.engine_kwargs.vllm.enable_lora", enabled, True, adapts),
             (workers != 1, f"{ROLLOUT}.tensor_model_parallel_size", workers, 1, adapts),
-            (backend != "naive", f"{ROLLOUT}.checkpoint_engine.backend", backend, "naive", together),
+            (
+                backend != "naive",
+                f"{ROLLOUT}.checkpoint_engine.backend",
+                backend,
+                "naive",
+                together,
+            ),
         ]
     receiver = str(OmegaConf.select(composed, RECEIVER) or "verl.")
     why = "it is no receiver for what QaRL publishes: verl's does not know the records of a publish"

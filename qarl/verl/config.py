@@ -86,7 +86,9 @@ def data_keys(config: Config) -> Keys:
     limit = config.trainer.val_max_prompts or -1
     return {
         "data.train_files": [str(Path(file).resolve()) for file in data.train_files],
-        "data.val_files": [str(Path(file).resolve()) for file in data.val_files or data.train_files],
+        "data.val_files": [
+            str(Path(file).resolve()) for file in data.val_files or data.train_files
+        ],
         "data.val_max_samples": limit if data.val_files else 1,
         **same("data", data, "train_batch_size", "max_prompt_length", "max_response_length"),
         **same("data", data, "shuffle", "prompt_key", "filter_overlong_prompts"),
@@ -101,7 +103,9 @@ def data_keys(config: Config) -> Keys:
 def reward_keys(config: Config) -> Keys:
     """Return keys that make verl call `qarl.verl.reward.score`, which calls `reward.function`."""
     source, _, name = config.reward.function.rpartition(":")
-    function = f"{Path(source).resolve()}:{name}" if source.endswith(".py") else config.reward.function
+    function = (
+        f"{Path(source).resolve()}:{name}" if source.endswith(".py") else config.reward.function
+    )
     root = "reward.custom_reward_function"
     manager = "reward.reward_manager"
     kept = {}
@@ -156,7 +160,10 @@ def actor_keys(config: Config) -> Keys:
         f"{root}.fsdp_config.model_dtype": "bf16" if config.lora.r else config.optim.master_dtype,
         f"{root}.fsdp_config.seed": config.seed,
         f"{root}.data_loader_seed": config.seed,
-        **{f"+{root}.fsdp_config.quant.{name}": value for name, value in fsdp_engine_settings(config).items()},
+        **{
+            f"+{root}.fsdp_config.quant.{name}": value
+            for name, value in fsdp_engine_settings(config).items()
+        },
     }
 
 
@@ -187,10 +194,13 @@ def algorithm_keys(config: Config) -> Keys:
     """
     algorithm = config.algorithm
     correction = config.rollout_correction
-    estimator = "reinforce_plus_plus" if config.actor.loss == "reinforce" else algorithm.adv_estimator
+    estimator = (
+        "reinforce_plus_plus" if config.actor.loss == "reinforce" else algorithm.adv_estimator
+    )
     keys: Keys = {
         "algorithm.adv_estimator": "grpo" if estimator == "dr_grpo" else estimator,
-        "algorithm.norm_adv_by_std_in_grpo": estimator == "grpo" and algorithm.norm_adv_by_std_in_grpo,
+        "algorithm.norm_adv_by_std_in_grpo": estimator == "grpo"
+        and algorithm.norm_adv_by_std_in_grpo,
         # If true, verl would use the rollout's log-probs as the trainer's, which would hide every mismatch.
         f"{CORRECTION}.bypass_mode": False,
     }
@@ -206,16 +216,30 @@ def optim_keys(config: Config) -> Keys:
     optim = config.optim
     root = "actor_rollout_ref.actor.optim"
     keys = {
-        **same(root, optim, "lr", "weight_decay", "lr_warmup_steps", "lr_scheduler_type", "min_lr_ratio"),
+        **same(
+            root,
+            optim,
+            "lr",
+            "weight_decay",
+            "lr_warmup_steps",
+            "lr_scheduler_type",
+            "min_lr_ratio",
+        ),
         f"{root}.betas": list(optim.betas),
         f"{root}.clip_grad": config.actor.grad_clip,
         f"{root}.override_optimizer_config": {"eps": optim.eps},
     }
     if optim.name == "adamw" and optim.master_dtype == "fp32":
         return keys
-    muon = {"muon_lr": optim.muon_lr, "muon_momentum": optim.muon_momentum} if optim.name == "muon" else {}
+    muon = (
+        {"muon_lr": optim.muon_lr, "muon_momentum": optim.muon_momentum}
+        if optim.name == "muon"
+        else {}
+    )
     keys |= {f"{root}.optimizer_impl": "qarl.optim.muon_adamw", f"{root}.optimizer": "MuonAdamW"}
-    return keys | {f"{root}.override_optimizer_config": {"eps": optim.eps, "seed": config.seed, **muon}}
+    return keys | {
+        f"{root}.override_optimizer_config": {"eps": optim.eps, "seed": config.seed, **muon}
+    }
 
 
 def rollout_keys(config: Config, on_cpu: bool) -> Keys:
@@ -257,8 +281,12 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in arguments.items()}
     if config.lora.r and (hf_config := hf_config_of(config)) is not None:
         model = meta_model(hf_config, trust_remote_code=config.model.trust_remote_code)
-        spec = AdapterSpec(config.lora.r, adapted_leaves(target_linears(model, config.lora.target_modules)))
-        keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in spec.arguments().items()}
+        spec = AdapterSpec(
+            config.lora.r, adapted_leaves(target_linears(model, config.lora.target_modules))
+        )
+        keys |= {
+            f"+{root}.engine_kwargs.vllm.{name}": value for name, value in spec.arguments().items()
+        }
     overrides: dict[str, Any] = dict(FP32_HEAD) if config.model.head_dtype == "fp32" else {}
     if scheme.quantized:
         overrides["quantization_config"] = scheme.quantization_config(list(config.quant.ignore))
@@ -308,11 +336,24 @@ def trainer_keys(config: Config) -> Keys:
     name = f"{root}.custom_sampler.name"
     sampler: Keys = {path: None, name: None}
     # Only verl's own samplers have these features. They count a group with failed responses as complete.
-    if not (asked.get("algorithm.filter_groups.enable") or asked.get(f"{root}.sync_refill_failed_groups")):
+    if not (
+        asked.get("algorithm.filter_groups.enable")
+        or asked.get(f"{root}.sync_refill_failed_groups")
+    ):
         sampler = {path: f"pkg://{PLUGIN}.trainer", name: "PromptReplayBuffer"}
-        sampler |= {f"+{root}.sampler_kwargs.{key}": False for key in ("filter_groups", "sync_refill_failed_groups")}
+        sampler |= {
+            f"+{root}.sampler_kwargs.{key}": False
+            for key in ("filter_groups", "sync_refill_failed_groups")
+        }
     return {
-        **same("trainer", trainer, "nnodes", "n_gpus_per_node", "total_training_steps", "val_before_train"),
+        **same(
+            "trainer",
+            trainer,
+            "nnodes",
+            "n_gpus_per_node",
+            "total_training_steps",
+            "val_before_train",
+        ),
         "trainer.total_epochs": total,
         "trainer.test_freq": total if only_last else trainer.test_freq,
         "trainer.project_name": "qarl",
@@ -322,7 +363,9 @@ def trainer_keys(config: Config) -> Keys:
         "trainer.v1.trainer_mode": "qarl_sync",
         "trainer.default_local_dir": str((config.run_dir / "checkpoints").resolve()),
         # At a positive frequency verl saves after the last step, too; the export is made from that checkpoint.
-        "trainer.save_freq": total if trainer.save_freq == -1 and trainer.save_final else trainer.save_freq,
+        "trainer.save_freq": total
+        if trainer.save_freq == -1 and trainer.save_final
+        else trainer.save_freq,
         "+trainer.save_minutes": trainer.save_minutes,
         "trainer.max_actor_ckpt_to_keep": trainer.max_ckpt_to_keep,
         "trainer.resume_mode": trainer.resume_mode,
@@ -339,7 +382,9 @@ def cpu_keys(config: Config) -> Keys:
     return {
         f"{vllm}.kv_cache_memory_bytes": int(config.rollout.cpu_kvcache_space_gib * 2**30),
         # A single worker runs in the engine's process. Several workers need a process each.
-        f"{vllm}.distributed_executor_backend": "uni" if config.rollout.tensor_model_parallel_size == 1 else "mp",
+        f"{vllm}.distributed_executor_backend": "uni"
+        if config.rollout.tensor_model_parallel_size == 1
+        else "mp",
         # These resources are only logical. verl asks Ray for CPUs per role and one GPU per trainer process.
         "ray_kwargs.ray_init.num_cpus": 16 + 8 * ranks,
         "ray_kwargs.ray_init.num_gpus": ranks,
@@ -379,9 +424,15 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
             **VLLM_ENVIRONMENT,
         }
     variables = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    variables |= {name: os.environ[name] for name in ("VERL_PLATFORM", "QARL_PUBLISH_TIMEOUT") if os.environ.get(name)}
+    variables |= {
+        name: os.environ[name]
+        for name in ("VERL_PLATFORM", "QARL_PUBLISH_TIMEOUT")
+        if os.environ.get(name)
+    }
     threads = config.trainer.num_threads or os.environ.get("OMP_NUM_THREADS")
-    if on_cpu and not threads:  # trainer processes share the cores, and engines use the same cores at other times
+    if (
+        on_cpu and not threads
+    ):  # trainer processes share the cores, and engines use the same cores at other times
         threads = max(1, len(os.sched_getaffinity(0)) // config.trainer.n_gpus_per_node)
     if threads:  # otherwise Ray sets it to the number of CPUs that the worker requested
         variables["OMP_NUM_THREADS"] = str(threads)

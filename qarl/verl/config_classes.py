@@ -32,7 +32,9 @@ from qarl.verl.refusals import Problem, attempt, errors_of, raise_all, refuse
 
 _LOSS_KEYS = {name: ActorConfig.model_fields[name] for name in (*KEYS, "mis_imp_ratio_cap")}
 _LossKeys: Any = make_dataclass(
-    "_LossKeys", [(name, type(key.default), key.default) for name, key in _LOSS_KEYS.items()], bases=(PolicyLossConfig,)
+    "_LossKeys",
+    [(name, type(key.default), key.default) for name, key in _LOSS_KEYS.items()],
+    bases=(PolicyLossConfig,),
 )
 
 
@@ -109,7 +111,9 @@ def checked(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
         known = {name: key.description or "" for name, key in kind.model_fields.items()}
         problems = [from_pydantic(item, known) for item in error.errors(include_url=False)]
         raise UserError(
-            "; ".join(f"{problem.key}={show(problem.value)}: {problem.reason}" for problem in problems),
+            "; ".join(
+                f"{problem.key}={show(problem.value)}: {problem.reason}" for problem in problems
+            ),
             where=", ".join(f"{where}.{problem.key}" for problem in problems),
             fix="; ".join(problem.fix for problem in problems),
         ) from None
@@ -133,7 +137,9 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
         where = f"{actor}.{key}" if key == "loss_agg_mode" else f"{actor}.policy_loss.{key}"
         what = "the configuration of loss_mode=tbpo is not valid"
         default = getattr(TBPOConfig(), key)
-        raise UserError(what, where=where, why=str(error), fix=f"set, for example, {where}={default}") from error
+        raise UserError(
+            what, where=where, why=str(error), fix=f"set, for example, {where}={default}"
+        ) from error
 
 
 def actor_settings(actor: Any, loss_agg_mode: str) -> Settings:
@@ -148,9 +154,23 @@ def actor_settings(actor: Any, loss_agg_mode: str) -> Settings:
     factor = actor.loss_scale_factor
     lacks = loss_agg_mode == "seq-mean-token-sum-norm" and not factor
     why = "seq-mean-token-sum-norm divides by it, and the loss sees only one micro-batch, whose width may differ"
-    refuse([(lacks, f"{where}.loss_scale_factor", factor, "data.max_response_length, as +qarl=SCHEME does", why)])
+    refuse(
+        [
+            (
+                lacks,
+                f"{where}.loss_scale_factor",
+                factor,
+                "data.max_response_length, as +qarl=SCHEME does",
+                why,
+            )
+        ]
+    )
     keys = {name: getattr(actor, name) for name in SAME_IN_VERL}
-    keys |= {"loss": policy_loss.objective, "loss_agg_mode": loss_agg_mode, "correction": correction}
+    keys |= {
+        "loss": policy_loss.objective,
+        "loss_agg_mode": loss_agg_mode,
+        "correction": correction,
+    }
     keys |= {"loss_scale_factor": factor or 1, "mis_imp_ratio_cap": policy_loss.mis_imp_ratio_cap}
     return cast(Settings, checked(Settings, keys, where))
 
@@ -176,7 +196,13 @@ def engine_errors(model: Any, engine: Any) -> list[UserError]:
     problems: list[Problem] = [
         (ranks > 1, f"{where}.ulysses_sequence_parallel_size", ranks, 1, rows),
         (engine.strategy != "fsdp2", f"{where}.strategy", engine.strategy, "fsdp2", hooks),
-        (set(precision) - known, f"{shards}.mixed_precision", precision, f"keys of {known}", "others would be ignored"),
+        (
+            set(precision) - known,
+            f"{shards}.mixed_precision",
+            precision,
+            f"keys of {known}",
+            "others would be ignored",
+        ),
     ]
     if isinstance(engine, QuantFSDPEngineConfig):
         if get_device_name() == "cuda":
@@ -193,19 +219,47 @@ def engine_errors(model: Any, engine: Any) -> list[UserError]:
         verls = "verl's adapters are peft's modules, which do not compute as vLLM does"
         wraps = "it replaces or wraps layers that QaRL computes as vLLM does"
         experts = bool(experts_of(getattr(model, "hf_config", None)))
-        fp8_experts = adapts and experts and engine.quant.scheme == "fp8" and get_device_name() == "cuda"
+        fp8_experts = (
+            adapts and experts and engine.quant.scheme == "fp8" and get_device_name() == "cuda"
+        )
         two_kernels = "beside adapters vLLM multiplies FP8 experts by Triton on a GPU, and the actor by CUTLASS"
         problems += [
             (other, f"{shards}.mixed_precision.param_dtype", dtype, "bf16", "vLLM uses BF16"),
-            (engine.offload_policy, f"{shards}.offload_policy", True, False, "shards are quantized on the GPU"),
+            (
+                engine.offload_policy,
+                f"{shards}.offload_policy",
+                True,
+                False,
+                "shards are quantized on the GPU",
+            ),
             (engine.forward_only, reference, "it", plain, "a reference is not quantized"),
-            (engine.qat.enable, f"{shards}.qat.enable", True, False, "qat would quantize the weights a second time"),
-            (lora > 0, "actor_rollout_ref.model.lora_rank", lora, "0, and QaRL's lora.r to the rank", verls),
+            (
+                engine.qat.enable,
+                f"{shards}.qat.enable",
+                True,
+                False,
+                "qat would quantize the weights a second time",
+            ),
+            (
+                lora > 0,
+                "actor_rollout_ref.model.lora_rank",
+                lora,
+                "0, and QaRL's lora.r to the rank",
+                verls,
+            ),
             (fp8_experts, f"{shards}.quant.scheme", "fp8", "w4a16", two_kernels),
-            (adapts and stored != "bf16", f"{shards}.model_dtype", stored, "bf16", "the base is frozen"),
+            (
+                adapts and stored != "bf16",
+                f"{shards}.model_dtype",
+                stored,
+                "bf16",
+                "the base is frozen",
+            ),
         ]
         for name in ("use_fused_kernels", "enable_activation_offload", "use_liger"):
-            problems.append((getattr(model, name), f"actor_rollout_ref.model.{name}", True, False, wraps))
+            problems.append(
+                (getattr(model, name), f"actor_rollout_ref.model.{name}", True, False, wraps)
+            )
     return [*errors, *errors_of(problems)]
 
 

@@ -44,12 +44,22 @@ def _device_module() -> ModuleType:
     """Return a module for the CPU that has every name of `torch.cuda` that verl uses."""
     module = ModuleType("qarl_cpu_device", "torch.cpu with the names that verl uses of torch.cuda")
     without_effect = (
-        *("empty_cache", "synchronize", "ipc_collect", "set_device", "set_per_process_memory_fraction"),
+        *(
+            "empty_cache",
+            "synchronize",
+            "ipc_collect",
+            "set_device",
+            "set_per_process_memory_fraction",
+        ),
         *("reset_peak_memory_stats", "manual_seed", "manual_seed_all"),
     )
     vars(module).update(
         **dict.fromkeys(without_effect, _returns(None)),
-        **{"is_available": _returns(True), "device_count": _returns(1), "current_device": _returns(0)},
+        **{
+            "is_available": _returns(True),
+            "device_count": _returns(1),
+            "current_device": _returns(0),
+        },
         **{"get_device_name": _returns("cpu"), "mem_get_info": _free_and_total},
         **dict.fromkeys(("memory_allocated", "memory_reserved"), _resident),
         **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak),

@@ -25,7 +25,9 @@ _SAMPLES = "__rollout_n__"
 class Rows:
     """The rows of several files, one after another, with the methods of a `datasets.Dataset` that verl calls."""
 
-    def __init__(self, files: Sequence[Sequence[Mapping[str, Any]]], places: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, files: Sequence[Sequence[Mapping[str, Any]]], places: Sequence[tuple[int, int]]
+    ) -> None:
         """`places`: file and row of each row."""
         self._files = files
         self._places = places

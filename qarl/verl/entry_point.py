@@ -34,7 +34,9 @@ def import_quietly(name: str) -> None:
     try:
         importlib.import_module(name)
     except Exception:
-        _log.error("QaRL could not register %s with verl; verl runs without it", name, exc_info=True)
+        _log.error(
+            "QaRL could not register %s with verl; verl runs without it", name, exc_info=True
+        )
 
 
 def register_cpu() -> None:
@@ -49,4 +51,6 @@ def _follow(module: Any) -> None:
 
 register_cpu()
 for name in FOLLOWERS:
-    wrapt.register_post_import_hook(_follow, name)  # at once, if verl has imported the module already
+    wrapt.register_post_import_hook(
+        _follow, name
+    )  # at once, if verl has imported the module already

@@ -20,9 +20,14 @@ LESS_MEMORY = (
 )
 RAY_LOGS = "/tmp/ray/session_latest/logs"
 NO_MEMORY = "a process of the verl run has run out of memory"
-_ALLOCATORS = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|std::bad_alloc", re.IGNORECASE)
+_ALLOCATORS = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|std::bad_alloc", re.IGNORECASE
+)
 _USED = re.compile(r"[\d.]+GB(?: used)? / [\d.]+GB(?: limit)? \([\d.]+\)")
-_VICTIM = (re.compile(r"(?:task name=|class_name: |[( ]name=)([\w.]+)"), re.compile(r"(pid[=:] ?\d+)"))
+_VICTIM = (
+    re.compile(r"(?:task name=|class_name: |[( ]name=)([\w.]+)"),
+    re.compile(r"(pid[=:] ?\d+)"),
+)
 """In Ray's words, what it killed: the name of the class or of its task, and the process."""
 _FACTS = ("class_name:", "pid:", "ip:", "name:")
 
@@ -39,7 +44,12 @@ def as_user_error(failure: BaseException, checkpoints: Path) -> UserError | None
         return None
     if known.fix is None or not known.fix.endswith(RESUME):
         return known
-    return UserError(known.what, where=known.where, why=known.why, fix=f"{known.fix}: {what_resumes(checkpoints)}")
+    return UserError(
+        known.what,
+        where=known.where,
+        why=known.why,
+        fix=f"{known.fix}: {what_resumes(checkpoints)}",
+    )
 
 
 def known_failure(error: BaseException) -> UserError | None:
@@ -52,7 +62,9 @@ def known_failure(error: BaseException) -> UserError | None:
         why = "the engine or its server has died or is stuck; QARL_PUBLISH_TIMEOUT is the limit in seconds"
         return UserError(what, where="the socket between trainer and engine", why=why, fix=RESUME)
     if isinstance(error, exceptions.OutOfMemoryError) or _killed_for_memory(error):
-        what = "Ray has killed a process of the verl run, because the machine is almost out of memory"
+        what = (
+            "Ray has killed a process of the verl run, because the machine is almost out of memory"
+        )
         why = "RAY_memory_usage_threshold is the share of the memory from which on Ray kills"
         return UserError(what, where=_killed(error), why=why, fix=f"{LESS_MEMORY}; then {RESUME}")
     if isinstance(error, exceptions.OutOfDiskError | exceptions.ObjectStoreFullError):
@@ -60,14 +72,21 @@ def known_failure(error: BaseException) -> UserError | None:
         what = f"Ray could not store an object of the verl run: {'the disk' if disk else 'its object store'} is full"
         fix = f"free space on the disk of Ray's folder (by default /tmp/ray) or in /dev/shm, and {RESUME}"
         return UserError(
-            what, where=_sentences(error), why="Ray passes a step's tensors through its object store", fix=fix
+            what,
+            where=_sentences(error),
+            why="Ray passes a step's tensors through its object store",
+            fix=fix,
         )
     died = (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError)
     if isinstance(error, (*died, exceptions.LocalRayletDiedError, exceptions.OwnerDiedError)):
-        return UserError("a process of the verl run died", where=_process(error), why=KILLED, fix=RESUME)
+        return UserError(
+            "a process of the verl run died", where=_process(error), why=KILLED, fix=RESUME
+        )
     if "timed out during startup" in str(error):
         why = "the machine is too busy, its memory is full, or another Ray is in the way"
-        fix = f"see {RAY_LOGS}, end other programs, `ray stop` a Ray that nobody uses; then {RESUME}"
+        fix = (
+            f"see {RAY_LOGS}, end other programs, `ray stop` a Ray that nobody uses; then {RESUME}"
+        )
         return UserError("Ray could not be started", where=_sentences(error), why=why, fix=fix)
     if _allocator_failed(error):
         return UserError(NO_MEMORY, where=_sentences(error), fix=f"{LESS_MEMORY}; then {RESUME}")
@@ -79,12 +98,16 @@ def _killed_for_memory(error: BaseException) -> bool:
     from ray import exceptions
 
     told = ("running low on memory", "OOM", "out of memory", "memory pressure")
-    return isinstance(error, exceptions.RayActorError) and any(words in str(error) for words in told)
+    return isinstance(error, exceptions.RayActorError) and any(
+        words in str(error) for words in told
+    )
 
 
 def _allocator_failed(error: BaseException) -> bool:
     """Return whether Python or PyTorch could not allocate memory. On a CPU PyTorch raises a plain RuntimeError."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_ALLOCATORS.search(str(error))))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and bool(_ALLOCATORS.search(str(error)))
+    )
 
 
 def _killed(error: BaseException) -> str:

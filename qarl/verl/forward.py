@@ -43,7 +43,12 @@ from qarl.checks.model import has_plain_head, no_fp32_head
 from qarl.kernels.cpu import bf16_linear
 from qarl.kernels.log_probs import chosen_log_probs, log_probs_and_entropies
 
-_OTHER_OUTPUTS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only", "use_fused_kernels")
+_OTHER_OUTPUTS = (
+    "calculate_sum_pi_squared",
+    "distillation_use_topk",
+    "distillation_only",
+    "use_fused_kernels",
+)
 
 
 @dataclass
@@ -74,7 +79,9 @@ class LogProbHead(nn.Linear):
             return bf16_linear.linear(input, weight)
         compute = log_probs_and_entropies if request.entropy else chosen_log_probs
         weight = weight[: self.vocabulary]
-        log_probs, second = compute(input[0], weight, request.tokens, temperature=request.temperature)
+        log_probs, second = compute(
+            input[0], weight, request.tokens, temperature=request.temperature
+        )
         request.entropies = second if request.entropy else None
         return log_probs[None, :, None]
 
@@ -104,12 +111,20 @@ def request_log_probs(head: LogProbHead | None, micro_batch: Any, output_args: A
         return
     head.request = None
     temperature = micro_batch.get("temperature", 1.0)
-    number = getattr(temperature, "data", temperature) if not isinstance(temperature, torch.Tensor) else None
+    number = (
+        getattr(temperature, "data", temperature)
+        if not isinstance(temperature, torch.Tensor)
+        else None
+    )
     entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
-    others = any(tu.get_non_tensor_data(data=micro_batch, key=key, default=False) for key in _OTHER_OUTPUTS)
+    others = any(
+        tu.get_non_tensor_data(data=micro_batch, key=key, default=False) for key in _OTHER_OUTPUTS
+    )
     packed = "temperature_rmpad" in output_args
     if number is not None and packed and not others and not (entropy and torch.is_grad_enabled()):
-        head.request = Request(output_args["input_ids_rmpad_rolled"], max(float(number), 1e-8), entropy)
+        head.request = Request(
+            output_args["input_ids_rmpad_rolled"], max(float(number), 1e-8), entropy
+        )
 
 
 def take_log_probs(
@@ -127,7 +142,9 @@ def take_log_probs(
     offsets = micro_batch["input_ids"].offsets()
     outputs = {"log_probs": output.logits[0, :, 0], "entropy": request.entropies}
     return {
-        name: torch.nested.nested_tensor_from_jagged(gather(values, output_args["pad_size"]), offsets)
+        name: torch.nested.nested_tensor_from_jagged(
+            gather(values, output_args["pad_size"]), offsets
+        )
         for name, values in outputs.items()
         if values is not None
     }
@@ -170,7 +187,9 @@ def row_inputs(inputs: dict[str, Any], micro_batch: Any, *, exact: bool) -> dict
     rows = lengths.tolist()
     if inputs.get("attention_mask") is not None:  # padded
         changes |= {"attention_mask": None, "position_ids": None}
-    elif (filler := inputs["input_ids"].shape[1] - sum(rows)) > 0:  # verl's pad_to_length adds a row
+    elif (
+        filler := inputs["input_ids"].shape[1] - sum(rows)
+    ) > 0:  # verl's pad_to_length adds a row
         rows.append(filler)
     changes["row_lengths"] = tuple(rows)
     if exact:
@@ -200,7 +219,10 @@ class RouterReplay:
         routing = as_forward(routed, input_ids)
         self._replay.enter_context(replayed_routing(module, routing))
         if not torch.is_grad_enabled():
-            self._routing, self._record = routing, self._replay.enter_context(recorded_routing(module))
+            self._routing, self._record = (
+                routing,
+                self._replay.enter_context(recorded_routing(module)),
+            )
 
     def stop(self) -> None:
         """Let the model's own routers choose."""
@@ -228,7 +250,9 @@ def as_forward(routed: Any, input_ids: torch.Tensor) -> torch.Tensor:
     are those of the flattened `input_ids`. Positions without a token get -1."""
     values = routed.values()
     lengths = routed.offsets().diff()
-    routing = torch.full((*input_ids.shape, *values.shape[1:]), -1, dtype=values.dtype, device=values.device)
+    routing = torch.full(
+        (*input_ids.shape, *values.shape[1:]), -1, dtype=values.dtype, device=values.device
+    )
     if len(input_ids) != len(lengths):  # packed
         routing[0, : len(values)] = values
     else:

@@ -55,7 +55,14 @@ from qarl.verl.adapters import ActorAdapters, gathered
 from qarl.verl.ask_servers import Watch, refuse_dead_servers, servers_have_base
 from qarl.verl.checkpoint import check_files, check_record, save_record
 from qarl.verl.config_classes import QuantFSDPEngineConfig, check_engine_config
-from qarl.verl.loss import DIFFERING, MICRO_BATCH, OURS, MicroBatch, loss_mode, refuse_hidden_mismatch
+from qarl.verl.loss import (
+    DIFFERING,
+    MICRO_BATCH,
+    OURS,
+    MicroBatch,
+    loss_mode,
+    refuse_hidden_mismatch,
+)
 from qarl.verl.publish import Publication, publication, publish_timeout
 
 _log = logging.getLogger("qarl.verl")
@@ -94,7 +101,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     adapters: ActorAdapters | None = None
     """The adapters, if they are what is trained."""
 
-    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+    def __init__(
+        self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
+    ) -> None:
         if isinstance(engine_config, QuantFSDPEngineConfig):
             self.quant = engine_config.quant
             self.scheme = get_scheme(self.quant.scheme, group_size=self.quant.group_size)
@@ -104,7 +113,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             check_engine_config(model_config, engine_config)
         self.routing = forward.RouterReplay()
         self._servers = Watch(only_servers=True)
-        self._outbox = DeltaSender() if self.quant is not None and self.quant.publish_delta == "auto" else None
+        self._outbox = (
+            DeltaSender() if self.quant is not None and self.quant.publish_delta == "auto" else None
+        )
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_module(self) -> Any:
@@ -119,16 +130,29 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if self.quant.lora.r:
             report = quantize_model(module, scheme=self.scheme, ignore=self.ignore, device=device)
         elif self.scheme.quantized and self.quant.align != "off":
-            report = quantize_before_sharding(module, scheme=self.scheme, ignore=self.ignore, device=device)
-        engine: dict[str, Any] = {"workers": self.quant.tensor_model_parallel_size, "eager": self.quant.enforce_eager}
+            report = quantize_before_sharding(
+                module, scheme=self.scheme, ignore=self.ignore, device=device
+            )
+        engine: dict[str, Any] = {
+            "workers": self.quant.tensor_model_parallel_size,
+            "eager": self.quant.enforce_eager,
+        }
         engine |= {"adapters": bool(self.quant.lora.r)}
-        aligned = align_model(module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True, **engine)
+        aligned = align_model(
+            module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True, **engine
+        )
         self.align = aligned.level
         self.limit_level = aligned.limit_level
         check_rows(module.config, packed=self.use_remove_padding)
-        self._head = forward.replace_head(module, len(self.model_config.tokenizer), self.quant.head_dtype)
+        self._head = forward.replace_head(
+            module, len(self.model_config.tokenizer), self.quant.head_dtype
+        )
         if self.quant.lora.r:
-            options: dict[str, Any] = {"scheme": self.scheme, "ignore": self.ignore, "seed": self.engine_config.seed}
+            options: dict[str, Any] = {
+                "scheme": self.scheme,
+                "ignore": self.ignore,
+                "seed": self.engine_config.seed,
+            }
             self.adapters = ActorAdapters(module, self.quant.lora, device=device, **options)
         if self.rank == 0:
             _log.info("%s\n%s\n%s", report, aligned, self.adapters or "")
@@ -143,11 +167,15 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         precision = self.engine_config.mixed_precision or {}
         param_dtype = PrecisionType.to_dtype(precision.get("param_dtype", "bf16"))
         reduce_dtype = PrecisionType.to_dtype(precision.get("reduce_dtype", "fp32"))
-        policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=self.quant is None)
+        policy = MixedPrecisionPolicy(
+            param_dtype, reduce_dtype, cast_forward_inputs=self.quant is None
+        )
         fsdp_kwargs = {"mesh": self.device_mesh, "mp_policy": policy, "offload_policy": None}
         fsdp_kwargs["reshard_after_forward"] = self.engine_config.reshard_after_forward
         if self.adapters is not None:  # every rank has all weights already
-            apply_fsdp2(module, fsdp_kwargs | {"ignored_params": self.adapters.frozen}, self.engine_config)
+            apply_fsdp2(
+                module, fsdp_kwargs | {"ignored_params": self.adapters.frozen}, self.engine_config
+            )
         else:
             full_state = module.state_dict()
             apply_fsdp2(module, fsdp_kwargs, self.engine_config)
@@ -159,10 +187,14 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return module
 
     def _build_optimizer(self, module: Any) -> Any:
-        if all(getattr(self.optimizer_config, key, None) == value for key, value in OPTIMIZER.items()):
+        if all(
+            getattr(self.optimizer_config, key, None) == value for key, value in OPTIMIZER.items()
+        ):
             return build_optimizer(module, self.optimizer_config)
         if self.adapters is not None:
-            return verls_optimizer([p for p in module.parameters() if p.requires_grad], self.optimizer_config)
+            return verls_optimizer(
+                [p for p in module.parameters() if p.requires_grad], self.optimizer_config
+            )
         return super()._build_optimizer(module)
 
     def initialize(self) -> None:
@@ -170,7 +202,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if self.adapters is not None:
             self.checkpoint_manager.model = self.adapters
 
-    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+    def forward_backward_batch(
+        self, data: Any, loss_function: Any, forward_only: bool = False
+    ) -> Any:
         if self.quant is not None:
             quantize_shards(self.module, torch.device(get_device_name()))
         return super().forward_backward_batch(data, loss_function, forward_only)
@@ -178,16 +212,22 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         if self.quant is not None and micro_batch["position_ids"].dim() == 3:
             what = "QaRL's quantized actor does not support models for images (tokens with several positions, mrope)"
-            raise UserError(what, where="actor_rollout_ref.model.path", fix="train a text-only model")
+            raise UserError(
+                what, where="actor_rollout_ref.model.path", fix="train a text-only model"
+            )
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         if self.quant is not None:
-            inputs |= forward.row_inputs(inputs, micro_batch, exact=uses_engine_attention(self.module))
+            inputs |= forward.row_inputs(
+                inputs, micro_batch, exact=uses_engine_attention(self.module)
+            )
         forward.request_log_probs(self._head, micro_batch, output_args)
         if self.quant is not None and replays(self.quant.router_replay, self.align):
             self.routing.begin(self.module, micro_batch, inputs["input_ids"])
         return inputs, output_args
 
-    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
+    def prepare_model_outputs(
+        self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
+    ) -> Any:
         self.routing.end()
         gather = self._gather_and_unpad_packed
         outputs = forward.take_log_probs(self._head, output, micro_batch, output_args, gather)
@@ -195,14 +235,23 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             return outputs
         chosen: dict[str, torch.Tensor] = {}
         if self.quant is not None:
-            logits = output.logits = output.logits.float()  # verl divides by the temperature in the logits' own dtype
+            logits = output.logits = (
+                output.logits.float()
+            )  # verl divides by the temperature in the logits' own dtype
             # verl masks these logits in the rollout, too (monkey_patch_compute_logits in vllm_rollout/utils.py).
             logits[..., len(self.model_config.tokenizer) :] = _NO_LOGIT
             if not tu.get_non_tensor_data(data=micro_batch, key="distillation_only", default=False):
-                chosen["log_probs"] = forward.log_softmax_of_chosen(logits, output_args, micro_batch, gather)
+                chosen["log_probs"] = forward.log_softmax_of_chosen(
+                    logits, output_args, micro_batch, gather
+                )
                 micro_batch = micro_batch.copy()
-                tu.assign_non_tensor(micro_batch, distillation_only=True)  # verl then computes no log-probs
-        return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func) | chosen
+                tu.assign_non_tensor(
+                    micro_batch, distillation_only=True
+                )  # verl then computes no log-probs
+        return (
+            super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+            | chosen
+        )
 
     def infer_batch(self, data: Any, loss_function: Callable[..., Any] | None = None) -> Any:
         self._asked_for_log_probs = True
@@ -218,7 +267,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if not step.dropped:
             step.begin_mini_batch(data, group)
             all_equal = step.mini_batch.tokens > 0 and step.mini_batch.differing == 0
-            refuse_hidden_mismatch(loss_function, step.relies, all_equal=all_equal, asked=self._asked_for_log_probs)
+            refuse_hidden_mismatch(
+                loss_function, step.relies, all_equal=all_equal, asked=self._asked_for_log_probs
+            )
             if not self._updated and not step.relies and "rollout_log_probs" in data:
                 self._check_limit(step, step.mini_batch.mismatch, step.mini_batch.response_length)
             number = step.statistics.begin_mini_batch()
@@ -230,12 +281,18 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                 self._check_limit(step, step.compared.mismatch, step.compared.response_length)
         if step.dropped:  # by this mini-batch or an earlier one
             self.optimizer_zero_grad()
-            outputs = {"model_output": {}, "loss": [0.0], "metrics": {DIFFERING: [float(step.compared.differing)]}}
+            outputs = {
+                "model_output": {},
+                "loss": [0.0],
+                "metrics": {DIFFERING: [float(step.compared.differing)]},
+            }
         else:
             self._updated = True
             norm = outputs["metrics"]["grad_norm"] = self.optimizer_step()
             step.skipped += int(not math.isfinite(norm))  # verl then makes no update
-            if number == 1 and step.relies != "rollout":  # with `rollout`, nobody knows δ of each token
+            if (
+                number == 1 and step.relies != "rollout"
+            ):  # with `rollout`, nobody knows δ of each token
                 step_measurements.log_samples(self, data)
         # In verl `update_lr_scheduler` is true only for the last mini-batch of a step.
         if tu.get(data, key="update_lr_scheduler", default=True):
@@ -248,11 +305,15 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             self._last_dropped = step.dropped
         return outputs
 
-    def _metrics_of(self, step: step_measurements.TrainingStep, routing: tuple[int, int]) -> dict[str, float]:
+    def _metrics_of(
+        self, step: step_measurements.TrainingStep, routing: tuple[int, int]
+    ) -> dict[str, float]:
         """Return the metrics of a whole step. Only the first rank has those over all ranks."""
         metrics = step.statistics.metrics(self.get_data_parallel_group(), routing)
         if "mismatch/abs_mean" in metrics:
-            over = self._check_limit(step, metrics["mismatch/abs_mean"], step.statistics.mean_length)
+            over = self._check_limit(
+                step, metrics["mismatch/abs_mean"], step.statistics.mean_length
+            )
             metrics["mismatch/over_limit"] = float(over)
         metrics["skipped_steps"] = float(step.skipped)
         for group in self.optimizer.param_groups:
@@ -261,7 +322,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         sender = self.adapters or self._outbox
         return metrics | (sender.metrics() if sender else {})
 
-    def _check_limit(self, step: step_measurements.TrainingStep, abs_mean: float, response_length: float) -> bool:
+    def _check_limit(
+        self, step: step_measurements.TrainingStep, abs_mean: float, response_length: float
+    ) -> bool:
         """Return whether the mismatch is over its limit, and warn if it is. Before the first update, raise instead.
 
         `abs_mean`: mean |trainer's - rollout's log-prob| per token."""
@@ -286,7 +349,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         rollout = rows.get("rollout_log_probs", None)
         if not self._updated:
             step_measurements.check_first(self, super().forward_step, micro_batch, rows)
-        mine = MicroBatch(rollout, int(max(step.mini_batch.responses, 1)), int(max(step.mini_batch.tokens, 1)))
+        mine = MicroBatch(
+            rollout, int(max(step.mini_batch.responses, 1)), int(max(step.mini_batch.tokens, 1))
+        )
         token = MICRO_BATCH.set(mine)
         try:
             loss, output = super().forward_step(micro_batch, loss_function, forward_only)
@@ -300,7 +365,11 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return loss, output
 
     def lr_scheduler_step(self) -> float:
-        return float(self.lr_scheduler.get_last_lr()[0] if self._last_dropped else super().lr_scheduler_step())
+        return float(
+            self.lr_scheduler.get_last_lr()[0]
+            if self._last_dropped
+            else super().lr_scheduler_step()
+        )
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)
@@ -319,7 +388,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if self.quant is not None:
             _log.info("rank %d: %s", self.rank, check_record(self, local_path))
 
-    def get_per_tensor_param(self, layered_summon: Any = False, base_sync_done: Any = False, **kwargs: Any) -> Any:
+    def get_per_tensor_param(
+        self, layered_summon: Any = False, base_sync_done: Any = False, **kwargs: Any
+    ) -> Any:
         if self.quant is None and (get_device_name() != "cpu" or self.model_config.lora_rank > 0):
             return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
         # The scheduler counts training steps, and a checkpoint restores its count.
@@ -344,12 +415,16 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             )
         asked: dict[str, Any] = {"is_first": self.rank == 0, "seconds": publish_timeout()}
         refuse_dead_servers(self._servers, **asked)
-        return self.adapters.publication(version, with_base=not servers_have_base(**asked)).reserve()
+        return self.adapters.publication(
+            version, with_base=not servers_have_base(**asked)
+        ).reserve()
 
     def _wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         gather = partial(gathered, dtype=torch.bfloat16)
         here = torch.device(get_device_name())
-        return sharded_wire_tensors(self.module, gather, scheme=self.scheme, ignore=self.ignore, device=here)
+        return sharded_wire_tensors(
+            self.module, gather, scheme=self.scheme, ignore=self.ignore, device=here
+        )
 
 
 def build_optimizer(module: torch.nn.Module, config: Any) -> MuonAdamW:
@@ -377,18 +452,26 @@ def _sum_in_fp32(parameter: torch.Tensor) -> None:
     if parameter.grad is not None and parameter.grad.dtype != torch.float32:
         total = parameter.grad.float()
         parameter.grad = None
-        parameter.grad_dtype = None  # allows another dtype; moving the model to a device resets this
+        parameter.grad_dtype = (
+            None  # allows another dtype; moving the model to a device resets this
+        )
         parameter.grad = total
 
 
 def register() -> None:
     """Register the engine with verl for each device and vendor that has no engine yet."""
-    for place in ({"device": "cpu"}, {"device": "cuda", "vendor": "nvidia"}, {"device": "cuda", "vendor": "amd"}):
+    for place in (
+        {"device": "cpu"},
+        {"device": "cuda", "vendor": "nvidia"},
+        {"device": "cuda", "vendor": "amd"},
+    ):
         for backend in ("fsdp", "fsdp2"):
             try:
                 EngineRegistry.register("language_model", backend, **place)(QaRLFSDPEngine)
             except AssertionError as error:
-                _log.warning("%s on %s keeps another package's engine, not QaRL's: %s", backend, place, error)
+                _log.warning(
+                    "%s on %s keeps another package's engine, not QaRL's: %s", backend, place, error
+                )
 
 
 register()

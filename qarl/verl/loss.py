@@ -62,7 +62,9 @@ def _policy_loss(loss_function: Any) -> Any:
     return getattr(getattr(loss_function, "keywords", {}).get("config"), "policy_loss", None)
 
 
-def refuse_hidden_mismatch(loss_function: Any, relies: str | None, *, all_equal: bool, asked: bool) -> None:
+def refuse_hidden_mismatch(
+    loss_function: Any, relies: str | None, *, all_equal: bool, asked: bool
+) -> None:
     """Raise UserError if an objective that weights the mismatch gets the rollout's log-probs as the trainer's.
 
     `relies`: the value of `RELIES`. `all_equal`: whether both are equal on every token. `asked`: whether verl has asked

@@ -187,7 +187,9 @@ class Publication:
     `receivers`: the fingerprint that each receiver has (see `DeltaSender.stream`), if they are known before the first
     tensor is read."""
 
-    def __init__(self, stream: Iterator[NamedTensor], receivers: list[str | None] | None = None) -> None:
+    def __init__(
+        self, stream: Iterator[NamedTensor], receivers: list[str | None] | None = None
+    ) -> None:
         self._stream = stream
         self.receivers = [] if receivers is None else receivers
         self._reserved = ExitStack()
@@ -211,7 +213,9 @@ class Publication:
         return next(self._stream)
 
 
-def publication(tensors: Iterable[NamedTensor], version: int, outbox: DeltaSender | None = None) -> Publication:
+def publication(
+    tensors: Iterable[NamedTensor], version: int, outbox: DeltaSender | None = None
+) -> Publication:
     """Return the publish of `tensors` as `version` by this run. With an `outbox`, only changes are sent, if all
     `receivers` of the publication have what it sent last."""
     receivers: list[str | None] = []
@@ -256,7 +260,9 @@ class QaRLCheckpointEngine(CheckpointEngine):
 
     wire_format = "named_tensors"
 
-    def __init__(self, bucket_size: int = 0, is_master: bool = False, host: str | None = None) -> None:
+    def __init__(
+        self, bucket_size: int = 0, is_master: bool = False, host: str | None = None
+    ) -> None:
         self.is_master = is_master
         self.host = host
         self.token = ""
@@ -271,7 +277,9 @@ class QaRLCheckpointEngine(CheckpointEngine):
         if not self.is_master:
             return {}
         self.token = secrets.token_hex(16)
-        self.server = WeightServer(self.token, host=self.host or own_address(), seconds=publish_timeout())
+        self.server = WeightServer(
+            self.token, host=self.host or own_address(), seconds=publish_timeout()
+        )
         return {"address": self.server.address, "token": self.token}
 
     @classmethod
@@ -284,7 +292,9 @@ class QaRLCheckpointEngine(CheckpointEngine):
         same = master | {"receivers": rollout_world_size}
 
         def arguments(first: int, size: int) -> dict[str, list[Any]]:
-            return {"rank": list(range(first, first + size))} | {key: [value] * size for key, value in same.items()}
+            return {"rank": list(range(first, first + size))} | {
+                key: [value] * size for key, value in same.items()
+            }
 
         return arguments(0, actor_wg_world_size), arguments(actor_wg_world_size, rollout_world_size)
 
@@ -329,11 +339,16 @@ class QaRLCheckpointEngine(CheckpointEngine):
         fingerprint = self._fingerprint
         self._fingerprint = None
         self._arrived = None
-        with WeightClient(self.address, self.token, fingerprint=fingerprint, seconds=publish_timeout()) as client:
+        with WeightClient(
+            self.address, self.token, fingerprint=fingerprint, seconds=publish_timeout()
+        ) as client:
             for name, tensor in client.stream():
                 plain = name.partition("#")[0]
                 if plain == BEGIN:
-                    yield name, record(BEGIN, read_record(BEGIN, tensor) | {"run": run_identity()})[1]
+                    yield (
+                        name,
+                        record(BEGIN, read_record(BEGIN, tensor) | {"run": run_identity()})[1],
+                    )
                     continue
                 if plain == COMMIT:
                     fingerprint = read_record(COMMIT, tensor).get("fingerprint")

@@ -16,7 +16,12 @@ def errors_of(problems: Iterable[Problem], prefix: str = "") -> Iterator[UserErr
     """Yield an error for each of `problems` that is one. `prefix`: what stands before verl's key in the config."""
     for wrong, key, value, good, why in problems:
         if wrong:
-            yield UserError(f"{key}={value} cannot be used", where=prefix + key, why=why, fix=f"set it to {good}")
+            yield UserError(
+                f"{key}={value} cannot be used",
+                where=prefix + key,
+                why=why,
+                fix=f"set it to {good}",
+            )
 
 
 def refuse(problems: Iterable[Problem], prefix: str = "") -> None:
@@ -50,4 +55,9 @@ def attempt(call: Callable[[], Result], errors: list[UserError]) -> Result | Non
 def _verls(error: BaseException) -> UserError:
     why = " ".join(str(error).split())[:600]
     fix = "change the keys that it names"
-    return UserError("verl refuses the configuration", where=f"{type(error).__name__} from verl", why=why, fix=fix)
+    return UserError(
+        "verl refuses the configuration",
+        where=f"{type(error).__name__} from verl",
+        why=why,
+        fix=fix,
+    )

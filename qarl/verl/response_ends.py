@@ -30,13 +30,21 @@ def end_tokens(path: str, tokenizer: Any, *, trust_remote_code: bool) -> set[int
         return ends
 
 
-def finish_reasons(responses: Sequence[torch.Tensor], limit: int, ends: Collection[int]) -> list[str]:
+def finish_reasons(
+    responses: Sequence[torch.Tensor], limit: int, ends: Collection[int]
+) -> list[str]:
     """Return "length" for each response that was cut off at `limit` tokens, else "stop". Each is int64 [tokens]."""
-    return ["length" if len(row) >= limit and int(row[-1]) not in ends else "stop" for row in responses]
+    return [
+        "length" if len(row) >= limit and int(row[-1]) not in ends else "stop" for row in responses
+    ]
 
 
 def corrected_metrics(
-    scores: Sequence[float], responses: Sequence[torch.Tensor], prompts: Sequence[int], config: Any, ends: set[int]
+    scores: Sequence[float],
+    responses: Sequence[torch.Tensor],
+    prompts: Sequence[int],
+    config: Any,
+    ends: set[int],
 ) -> dict[str, float]:
     """Return the metrics of scores and lengths as the local backend has them, and verl's other two `clip_ratio`s.
 
@@ -47,8 +55,12 @@ def corrected_metrics(
     """
     reasons = finish_reasons(responses, config.max_response_length, ends)
     metrics = response_metrics(scores, [len(row) for row in responses], reasons)
-    filled = [reason == "length" for reason, row in zip(reasons, responses, strict=True) if len(row)]
+    filled = [
+        reason == "length" for reason, row in zip(reasons, responses, strict=True) if len(row)
+    ]
     at_limit = [length >= config.max_prompt_length for length in prompts]
-    metrics["response_length_non_aborted/clip_ratio"] = sum(filled) / len(filled) if filled else float("nan")
+    metrics["response_length_non_aborted/clip_ratio"] = (
+        sum(filled) / len(filled) if filled else float("nan")
+    )
     metrics["prompt_length/clip_ratio"] = sum(at_limit) / len(at_limit)
     return metrics

@@ -57,8 +57,13 @@ RENAMED = {
 }
 """Maps verl's metric names to the local backend's names, for quantities that both backends log."""
 
-_OURS = tuple(f"actor/{group}/" for group in ("correction", "mismatch", "publish", "tokens", "error_tokens", "rollout"))
-_FIGURE = re.compile(r"val-core/(?P<source>.*)/(?P<kind>acc|reward)/mean@(?P<answers>\d+)", re.DOTALL)
+_OURS = tuple(
+    f"actor/{group}/"
+    for group in ("correction", "mismatch", "publish", "tokens", "error_tokens", "rollout")
+)
+_FIGURE = re.compile(
+    r"val-core/(?P<source>.*)/(?P<kind>acc|reward)/mean@(?P<answers>\d+)", re.DOTALL
+)
 
 
 def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
@@ -91,20 +96,26 @@ def _run(config: Config, resolved: Any, start: float, start_step: int) -> dict[s
     say("starting Ray, verl's trainer and the rollout engines (vLLM) ...")
     failure: BaseException | None = None
     checkpoints = checkpoints_dir(config.run_dir)
-    with MetricsFollower(config, Path(os.environ["VERL_FILE_LOGGER_PATH"]), start, start_step=start_step) as follower:
+    with MetricsFollower(
+        config, Path(os.environ["VERL_FILE_LOGGER_PATH"]), start, start_step=start_step
+    ) as follower:
         try:
             with answered_interrupt(lambda: what_resumes(checkpoints)):
                 run_ppo(resolved, task_runner_class=TaskRunner)
         except BaseException as error:
             failure = error
         with suppress(Exception):  # here and below: the run's own error is the one to see
-            failure = as_user_error(failure, checkpoints) or failure if failure is not None else None
+            failure = (
+                as_user_error(failure, checkpoints) or failure if failure is not None else None
+            )
         with suppress(Exception):
             ray.shutdown()
     return _finish(config, failure, follower, start)
 
 
-def _finish(config: Config, failure: BaseException | None, follower: MetricsFollower, start: float) -> dict[str, Any]:
+def _finish(
+    config: Config, failure: BaseException | None, follower: MetricsFollower, start: float
+) -> dict[str, Any]:
     """Write the last files of a run that `failure` or nothing has ended. Return the summary.
 
     What decides on the export is the checkpoint of the last step, not the metrics: they may be missing, and the run may
@@ -121,7 +132,9 @@ def _finish(config: Config, failure: BaseException | None, follower: MetricsFoll
     elif interrupted:
         save = "the run was interrupted"
     elif step < total and total not in whole:
-        save = f"the run ended after step {logged} of {total}, before the checkpoint of its last step"
+        save = (
+            f"the run ended after step {logged} of {total}, before the checkpoint of its last step"
+        )
     facts = {
         "backend": "verl",
         **{f"quant_{key}": getattr(config.quant, key) for key in ("scheme", "kernels", "align")},
@@ -153,7 +166,10 @@ def _whole_checkpoints(config: Config) -> Mapping[int, Path]:
 def our_names(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of one step under QaRL's names. A metric that QaRL has no name for keeps verl's name."""
     # verl adds the prefix to every metric of an actor.
-    plain = {name.removeprefix("actor/") if name.startswith(_OURS) else name: value for name, value in metrics.items()}
+    plain = {
+        name.removeprefix("actor/") if name.startswith(_OURS) else name: value
+        for name, value in metrics.items()
+    }
     values = {RENAMED.get(name, name): as_logged(value) for name, value in plain.items()}
     named = {name: value for name, value in values.items() if value is not None}
     # A trainer other than QaRL's (`trainer.v1.trainer_mode`) has only verl's own figures of an evaluation.
@@ -166,7 +182,11 @@ def as_logged(value: Any) -> float | None:
     if value is None:
         return math.nan
     if isinstance(value, str):
-        return float(value) if value.strip().lower().lstrip("+-") in ("nan", "inf", "infinity") else None
+        return (
+            float(value)
+            if value.strip().lower().lstrip("+-") in ("nan", "inf", "infinity")
+            else None
+        )
     return value if isinstance(value, int | float) else None
 
 
@@ -206,7 +226,10 @@ class MetricsFollower:
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_bytes(b"")
-        steps: dict[str, Any] = {"total_steps": trainer.total_training_steps, "start_step": self.start_step}
+        steps: dict[str, Any] = {
+            "total_steps": trainer.total_training_steps,
+            "start_step": self.start_step,
+        }
         self._tracker = Tracker(self.config.run_dir, trainer.logger, config_dict=config, **steps)
         self._thread.start()
         return self
@@ -234,7 +257,9 @@ class MetricsFollower:
                 new = file.read()
         except OSError as error:
             lost = StorageError(
-                f"{self.path} could not be read", why=error.strerror, fix="leave verl's log where it is"
+                f"{self.path} could not be read",
+                why=error.strerror,
+                fix="leave verl's log where it is",
             )
             self._lost = self._lost or lost
             return
@@ -246,7 +271,9 @@ class MetricsFollower:
             except StorageError as error:
                 self._lost = self._lost or error
             except Exception as error:  # later lines must still be logged
-                say(f"warning: a line of {self.path} was not logged ({type(error).__name__}: {str(error)[:300]})")
+                say(
+                    f"warning: a line of {self.path} was not logged ({type(error).__name__}: {str(error)[:300]})"
+                )
             self._offset += len(line)
 
     def _log(self, entry: Mapping[str, Any]) -> None:
@@ -268,7 +295,11 @@ def export_final(config: Config, output: Path) -> Path:
     step = config.trainer.total_training_steps
     trust = config.model.trust_remote_code
     try:
-        print(export(ExportRequest(config.run_dir, output, step, overwrite=True, trust_remote_code=trust)))
+        print(
+            export(
+                ExportRequest(config.run_dir, output, step, overwrite=True, trust_remote_code=trust)
+            )
+        )
     except UserError as error:
         fix = f"{error.fix}; then run python -m qarl.export run={config.run_dir} output={output}"
         what = f"the trained model could not be exported: {error.what}"
@@ -281,7 +312,9 @@ def dry_run(config: Config) -> str:
     on_cpu = runs_on_cpu(config.backend)
     set_environment(config, on_cpu)
     resolved = verl_config(config, on_cpu=on_cpu)
-    lines = [f"# resolved for {'a machine without GPUs; VERL_PLATFORM=nvidia for GPUs' if on_cpu else 'GPUs'}"]
+    lines = [
+        f"# resolved for {'a machine without GPUs; VERL_PLATFORM=nvidia for GPUs' if on_cpu else 'GPUs'}"
+    ]
     if (hf_config := hf_config_of(config)) and (lower := lower_level(config, hf_config)):
         lines += [f"# note: {lower}"]
     lines += [f"# {line}" for line in memory_lines(config, on_cpu=on_cpu)]
@@ -333,13 +366,19 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
         hf_config, _ = hf_config_or_carried(config.model.path, config.model.trust_remote_code)
         size = ModelSize.from_config(hf_config)
     except (UserError, KeyError) as error:
-        return [f"memory: not estimated ({str(error).splitlines()[0]}); python -m qarl.doctor says more"]
+        return [
+            f"memory: not estimated ({str(error).splitlines()[0]}); python -m qarl.doctor says more"
+        ]
     align = applied_level(config, hf_config, device)[0]
     plan = estimate(size, config, device=device, gpu_memory_bytes=gpu_memory, align=align)
     phase, needed = plan.peak
     where = f"{device} of {readable(gpu_memory)}" if gpu_memory else device
     host = [f"host memory, {line}" for line in plan.host_lines()]
-    return [f"memory of one rank ({where}): {readable(needed)} at most ({phase})", *plan.table(), *host]
+    return [
+        f"memory of one rank ({where}): {readable(needed)} at most ({phase})",
+        *plan.table(),
+        *host,
+    ]
 
 
 @contextmanager
@@ -350,7 +389,9 @@ def answered_interrupt(what_resumes: Callable[[], str]) -> Iterator[None]:
     verl's step cannot be finished from outside, so KeyboardInterrupt is raised. `ray.init` replaces the handler of
     SIGTERM by one that raises SystemExit(SIGTERM) (ray/_private/worker.py), which is answered here, too."""
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    previous = {number: before for number, before in previous.items() if before is not signal.SIG_IGN}
+    previous = {
+        number: before for number, before in previous.items() if before is not signal.SIG_IGN
+    }
 
     def answer() -> None:
         text = f"\nstopping verl now, in the middle of its step; if you repeat the command, {what_resumes()}\n"

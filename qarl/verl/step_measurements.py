@@ -107,7 +107,9 @@ def summed(values: Sequence[float], group: Any) -> list[float]:
 
 def log_prob_rows(batch: Any) -> Any:
     """Return `response_mask`, `rollout_log_probs` and `old_log_probs`, if `batch` has them, each padded to [B, T]."""
-    names = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name in batch]
+    names = [
+        name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name in batch
+    ]
     return batch.select(*names).to_padded_tensor()
 
 
@@ -137,9 +139,13 @@ class StepStatistics:
         names = ("responses", "rollout_log_probs", "advantages", "response_mask")
         if all(name in micro_batch for name in names):
             rows = micro_batch.select(*names).to_padded_tensor()
-            self.text.append(text_statistics(*(rows[name] for name in names), vocabulary=vocabulary))
+            self.text.append(
+                text_statistics(*(rows[name] for name in names), vocabulary=vocabulary)
+            )
 
-    def add_tokens(self, old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor) -> None:
+    def add_tokens(
+        self, old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor
+    ) -> None:
         """Add log-probs and mask of one micro-batch, each [B, T]. Their tokens stay on the device of `old_log_prob`."""
         valid = mask.bool().to(old_log_prob.device)
         rollout = rollout_log_prob.to(old_log_prob.device)
@@ -148,7 +154,9 @@ class StepStatistics:
     @property
     def mean_length(self) -> float:
         """Mean number of tokens in this rank's non-empty responses."""
-        lengths = torch.cat([lengths for _, _, lengths in self.tokens]) if self.tokens else torch.zeros(0)
+        lengths = (
+            torch.cat([lengths for _, _, lengths in self.tokens]) if self.tokens else torch.zeros(0)
+        )
         lengths = lengths[lengths > 0].float()
         return float(lengths.mean()) if len(lengths) else 0.0
 
@@ -176,7 +184,9 @@ class StepStatistics:
         parallel = torch.distributed.is_initialized()
         device = torch.device(get_device_id()) if parallel else torch.device("cpu")
         empty = (torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
-        old, rollout, lengths = (torch.cat(parts).to(device) for parts in zip(*(self.tokens or [empty]), strict=True))
+        old, rollout, lengths = (
+            torch.cat(parts).to(device) for parts in zip(*(self.tokens or [empty]), strict=True)
+        )
 
         def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
             if parallel:
@@ -250,7 +260,11 @@ class TrainingStep:
         if self.relies is None:
             self.statistics.add_tokens(rows["old_log_probs"], rollout, mask)
         elif self.open:
-            own = no_padding_2_padding(output["model_output"]["log_probs"], micro_batch).detach().float()
+            own = (
+                no_padding_2_padding(output["model_output"]["log_probs"], micro_batch)
+                .detach()
+                .float()
+            )
             self.compared += Counts.of(mask, own, rollout)
             self.statistics.add_tokens(own, rollout, mask)
 
@@ -297,9 +311,14 @@ def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any,
     try:
         with ExitStack() as stack:
             alone = engine.quant.tensor_model_parallel_size == 1
-            replaced = all(isinstance(experts, QuantExperts) for experts in stacked_experts(engine.module).values())
+            replaced = all(
+                isinstance(experts, QuantExperts)
+                for experts in stacked_experts(engine.module).values()
+            )
             if level in ("off", "linears") and alone and replaced:
-                aligned = stack.enter_context(engine_arithmetic(engine.module, dtype=torch.bfloat16))
+                aligned = stack.enter_context(
+                    engine_arithmetic(engine.module, dtype=torch.bfloat16)
+                )
                 level = "model" if aligned else level
             if engine.align == "off" and engine.scheme.quantized:
                 stack.enter_context(published_forward(engine.module, engine.scheme, engine.ignore))
@@ -307,7 +326,9 @@ def check_first(engine: Any, forward_step: Callable[..., Any], micro_batch: Any,
     finally:
         engine.routing.stop()
         engine.routing = routing
-    delta, noise, tokens = summed([roots.delta, roots.noise, roots.tokens], engine.get_data_parallel_group())
+    delta, noise, tokens = summed(
+        [roots.delta, roots.noise, roots.tokens], engine.get_data_parallel_group()
+    )
     check_noise(times_noise(delta, noise, tokens), level=level, tokens=tokens)
     engine.compared = True
 
@@ -332,10 +353,26 @@ def log_samples(engine: Any, data: Any) -> None:
 
 def samples_of(data: Any, step: int, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
     """Return the samples of a mini-batch. Raise KeyError if it lacks old or rollout log-probs."""
-    names = ("prompts", "responses", "response_mask", "old_log_probs", "rollout_log_probs", "advantages")
-    prompts, responses, masks, old, rollout, advantages = ([row.cpu() for row in data[name].unbind()] for name in names)
-    differences = (torch.where(m != 0, a.float() - b.float(), 0.0) for m, a, b in zip(masks, old, rollout, strict=True))
+    names = (
+        "prompts",
+        "responses",
+        "response_mask",
+        "old_log_probs",
+        "rollout_log_probs",
+        "advantages",
+    )
+    prompts, responses, masks, old, rollout, advantages = (
+        [row.cpu() for row in data[name].unbind()] for name in names
+    )
+    differences = (
+        torch.where(m != 0, a.float() - b.float(), 0.0)
+        for m, a, b in zip(masks, old, rollout, strict=True)
+    )
     deltas = [row.tolist() for row in differences]
     first = [float(row[:1].sum()) for row in advantages]
-    scores = {"reward": [float(row.sum()) for row in data["rm_scores"].unbind()]} if "rm_scores" in data else {}
+    scores = (
+        {"reward": [float(row.sum()) for row in data["rm_scores"].unbind()]}
+        if "rm_scores" in data
+        else {}
+    )
     return chosen_samples(step, prompts, responses, deltas, first, decode, **scores)

@@ -54,7 +54,14 @@ from qarl.errors import UserError
 from qarl.metrics.validation import answers_metrics
 from qarl.trainer.old_log_probs import Skipping, differing_tokens, sample_size
 from qarl.verl.advantages import rows_of_equal_rewards
-from qarl.verl.ask_servers import ANSWER_SECONDS, RESUME, Preemptions, Watch, has_stopped, reward_refusal
+from qarl.verl.ask_servers import (
+    ANSWER_SECONDS,
+    RESUME,
+    Preemptions,
+    Watch,
+    has_stopped,
+    reward_refusal,
+)
 from qarl.verl.checkpoint import Saving
 from qarl.verl.config_classes import QuantSettings
 from qarl.verl.loss import DIFFERING, RELIES
@@ -115,12 +122,16 @@ class QaRLTrainerSync(PPOTrainerSync):
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if self._mode == "recompute":
             return super()._compute_old_log_prob(batch, metrics)
-        skips = self._started and (self._skipping.skips if self._mode == "auto" else self._mode == "rollout")
+        skips = self._started and (
+            self._skipping.skips if self._mode == "auto" else self._mode == "rollout"
+        )
         self._started = True
         self._relies = None
         metrics |= {"old_log_probs/recomputed": float(not skips), "old_log_probs/fallback": 0.0}
         metrics["old_log_probs/from_rollout"] = float(skips or self._mode == "rollout")
-        metrics["old_log_probs/checked_frac"] = 1.0 if not skips else self._first_rows() / (len(batch) // self._ranks())
+        metrics["old_log_probs/checked_frac"] = (
+            1.0 if not skips else self._first_rows() / (len(batch) // self._ranks())
+        )
         if not skips:
             return self._recompute(batch, metrics)
         if self._mode == "auto" and self._sample_differs(batch, metrics):
@@ -134,7 +145,9 @@ class QaRLTrainerSync(PPOTrainerSync):
         column = "token_level_rewards" if algorithm.use_kl_in_reward else "rm_scores"
         names = [column, "response_mask"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=partition, select_fields=names)
-        rewards, tokens = (torch.stack([row.float().sum() for row in data[name].unbind()]) for name in names)
+        rewards, tokens = (
+            torch.stack([row.float().sum() for row in data[name].unbind()]) for name in names
+        )
         if equal := rows_of_equal_rewards(batch.keys, rewards, tokens > 0, algorithm):
             keys = [batch.keys[row] for row in equal]
             data = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=["advantages"])
@@ -143,22 +156,35 @@ class QaRLTrainerSync(PPOTrainerSync):
         return batch
 
     def _compute_metrics(
-        self, batch: Any, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
+        self,
+        batch: Any,
+        metrics: dict[str, Any],
+        timing_raw: dict[str, float],
+        global_steps: int,
+        epoch: int,
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
-        keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+        keys = [
+            key
+            for key, tag in zip(batch.keys, batch.tags, strict=True)
+            if not tag.get("is_padding", False)
+        ]
         if not keys:
             return
         names = ["prompts", "responses", "rm_scores"]
         data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=names)
         prompts, responses, scores = (data[name].unbind() for name in names)
         totals = [float(row.sum()) for row in scores]
-        metrics |= corrected_metrics(totals, responses, [len(row) for row in prompts], self.config.data, self._ends)
+        metrics |= corrected_metrics(
+            totals, responses, [len(row) for row in prompts], self.config.data, self._ends
+        )
 
     @functools.cached_property
     def _ends(self) -> set[int]:
         model = self.config.actor_rollout_ref.model
-        return end_tokens(model.path, self.tokenizer, trust_remote_code=model.get("trust_remote_code", False))
+        return end_tokens(
+            model.path, self.tokenizer, trust_remote_code=model.get("trust_remote_code", False)
+        )
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         update_metrics: dict[str, Any] = {}
@@ -183,7 +209,9 @@ class QaRLTrainerSync(PPOTrainerSync):
         metrics |= dict.fromkeys(("old_log_probs/recomputed", "old_log_probs/fallback"), 1.0)
         metrics |= {"old_log_probs/checked_frac": 1.0, "old_log_probs/from_rollout": 0.0}
         what = "step %d: the trainer's log-probs differ from the rollout's, so this and the next %d steps recompute"
-        _log.warning(f"{what} them (actor.old_log_probs=auto)", self.global_steps, self._skipping.patience)
+        _log.warning(
+            f"{what} them (actor.old_log_probs=auto)", self.global_steps, self._skipping.patience
+        )
         self._relies = None
         return self._recompute(batch, metrics)
 
@@ -195,7 +223,9 @@ class QaRLTrainerSync(PPOTrainerSync):
     def _take_rollouts(self, batch: Any) -> Any:
         """Set `old_log_probs` of a batch to its `rollout_log_probs`."""
         self._relies = self._mode
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["rollout_log_probs"])
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=["rollout_log_probs"]
+        )
         data["old_log_probs"] = data.pop("rollout_log_probs")
         tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data)
         return batch
@@ -205,7 +235,9 @@ class QaRLTrainerSync(PPOTrainerSync):
         from verl.workers.utils.padding import response_from_nested
 
         names = [own, "rollout_log_probs", "response_mask"]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=names
+        )
         if own != "old_log_probs":  # the other columns also have values of prompts
             data[own] = response_from_nested(data[own], data["response_mask"])
         data = data.select(*names).to_padded_tensor()
@@ -216,14 +248,25 @@ class QaRLTrainerSync(PPOTrainerSync):
         others = self._other_rows(batch)
         ranks = self._ranks()
         count = sample_size(len(others), float(self._setting("old_log_probs_sample")))
-        count = min(math.ceil(count / ranks), len(others) // ranks) * ranks  # the same number on each rank
+        count = (
+            min(math.ceil(count / ranks), len(others) // ranks) * ranks
+        )  # the same number on each rank
         if not count:
             return False
-        generator = torch.Generator().manual_seed((self.config.data.get("seed") or 0) * 1_000_003 + self.global_steps)
+        generator = torch.Generator().manual_seed(
+            (self.config.data.get("seed") or 0) * 1_000_003 + self.global_steps
+        )
         drawn = torch.randperm(len(others), generator=generator)[:count].sort().values.tolist()
         sample = batch.select_keys([batch.keys[others[i]] for i in drawn])
-        size = math.gcd(count // ranks, self.config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu or 1)
-        sample.extra_info |= {"calculate_entropy": True, "compute_loss": False, "micro_batch_size_per_gpu": size}
+        size = math.gcd(
+            count // ranks,
+            self.config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu or 1,
+        )
+        sample.extra_info |= {
+            "calculate_entropy": True,
+            "compute_loss": False,
+            "micro_batch_size_per_gpu": size,
+        }
         sample.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         self.actor_rollout_wg.compute_log_prob(sample)
         metrics["actor/entropy"] = self._entropy(sample)
@@ -236,7 +279,9 @@ class QaRLTrainerSync(PPOTrainerSync):
         actor = self.config.actor_rollout_ref.actor
         entropies, _, mask = self._columns(sample, "entropy")
         scale = actor.loss_scale_factor
-        return float(agg_loss(entropies, mask.float(), actor.loss_agg_mode, loss_scale_factor=scale))
+        return float(
+            agg_loss(entropies, mask.float(), actor.loss_agg_mode, loss_scale_factor=scale)
+        )
 
     def _val_metrics_update(
         self,
@@ -247,7 +292,9 @@ class QaRLTrainerSync(PPOTrainerSync):
         **named: Any,
     ) -> dict[str, Any]:
         """Return verl's metrics of an evaluation and QaRL's. All arguments have an entry for each response."""
-        metrics = super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, *more, **named)
+        metrics = super()._val_metrics_update(
+            data_sources, sample_uids, reward_extra_infos_dict, *more, **named
+        )
         figures = answer_figures(data_sources, reward_extra_infos_dict)
         return metrics | answers_metrics(zip(data_sources, sample_uids, figures, strict=True))
 
@@ -262,7 +309,9 @@ class QaRLTrainerSync(PPOTrainerSync):
         loaded = super()._load_checkpoint()
         trainer = self.config.trainer
         folder = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
-        path = Path(folder or f"{trainer.default_local_dir}/global_step_{self.global_steps}") / COUNTS
+        path = (
+            Path(folder or f"{trainer.default_local_dir}/global_step_{self.global_steps}") / COUNTS
+        )
         if path.is_file():
             self._skipping.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
         return loaded
@@ -271,7 +320,12 @@ class QaRLTrainerSync(PPOTrainerSync):
         """Return the number of data-parallel ranks, which have different rows."""
         trainer = self.config.trainer
         actor = self.config.actor_rollout_ref.actor
-        return max(1, trainer.nnodes * trainer.n_gpus_per_node // actor.get("ulysses_sequence_parallel_size", 1))
+        return max(
+            1,
+            trainer.nnodes
+            * trainer.n_gpus_per_node
+            // actor.get("ulysses_sequence_parallel_size", 1),
+        )
 
     def _other_rows(self, batch: Any) -> list[int]:
         """Return the rows outside the first mini-batch, without the rows that verl adds to pad a batch.
@@ -294,7 +348,9 @@ def answer_figures(data_sources: Sequence[str], infos: Mapping[str, Sequence[Any
     response without an `acc` there counts as 0, as in verl. `infos`: what reward functions returned, by name."""
     rewards = infos["reward"]
     accuracies = infos.get("acc", [None] * len(rewards))
-    with_accuracy = {source for source, value in zip(data_sources, accuracies, strict=True) if is_figure(value)}
+    with_accuracy = {
+        source for source, value in zip(data_sources, accuracies, strict=True) if is_figure(value)
+    }
     rows = zip(data_sources, accuracies, rewards, strict=True)
     return [
         float(reward if source not in with_accuracy else accuracy if is_figure(accuracy) else 0.0)
@@ -322,16 +378,25 @@ class PromptReplayBuffer(ReplayBuffer):
         problems = [(mode != "sync", "trainer.v1.trainer_mode", mode, f"sync; {fix}", why)]
         keys = {"filter_groups": "algorithm.filter_groups.enable"}
         keys["sync_refill_failed_groups"] = "trainer.v1.sampler.sync_refill_failed_groups"
-        refuse([*problems, *((asked.get(name), key, True, f"False; {fix}", why) for name, key in keys.items())])
+        refuse(
+            [
+                *problems,
+                *((asked.get(name), key, True, f"False; {fix}", why) for name, key in keys.items()),
+            ]
+        )
         super().__init__(**{"poll_interval": POLL_SECONDS, **kwargs})
         self._watch = Watch()
         self._watched = time.monotonic()
         self._preemptions = Preemptions()
 
-    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
+    def sample(
+        self, global_steps: int, partition_id: str, batch_size: int
+    ) -> tuple[Any, dict[str, Any]]:
         """Return verl's batch and metrics. For training batches, add `rollout/preemptions` if servers report it."""
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
-        preemptions = self._preemptions.since_last()  # also in evaluations, so that the next batch counts only its own
+        preemptions = (
+            self._preemptions.since_last()
+        )  # also in evaluations, so that the next batch counts only its own
         if partition_id == "val" or preemptions is None:
             return batch, metrics
         if preemptions:

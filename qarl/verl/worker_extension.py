@@ -27,12 +27,25 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from qarl.errors import UserError
 from qarl.process import allow_matrix_tiles
 from qarl.quant.scheme import Scheme
-from qarl.rollout.adapters import AdapterReceiver, AdapterSpec, EngineAdapter, no_place, servable, use_vllms_loader
+from qarl.rollout.adapters import (
+    AdapterReceiver,
+    AdapterSpec,
+    EngineAdapter,
+    no_place,
+    servable,
+    use_vllms_loader,
+)
 from qarl.rollout.publish.manifest import NamedTensor, engines_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.wire import BEGIN, read_record
 from qarl.verl.ask_servers import RESUME
-from qarl.verl.publish import TIMEOUT_VARIABLE, decode, publish_timeout, run_identity, socket_timeouts
+from qarl.verl.publish import (
+    TIMEOUT_VARIABLE,
+    decode,
+    publish_timeout,
+    run_identity,
+    socket_timeouts,
+)
 from qarl.vllm_versions import check_release
 
 _served = ExitStack()
@@ -90,7 +103,10 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
         return self._qarl_takes_adapter
 
     def update_weights_from_ipc(
-        self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
+        self,
+        peft_config: dict[str, Any] | None = None,
+        base_sync_done: bool = False,
+        use_shm: bool = False,
     ) -> None:
         if self.device is None:
             self.device = torch.device(self.model_runner.device)
@@ -109,8 +125,12 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
         def take(weights: list[NamedTensor], is_last: bool) -> None:
             if not failure:
                 with noted():
-                    for is_adapter, part in groupby(decode(weights, run=run), self._qarl_is_of_adapter):
-                        receiver = self._qarl_adapter_receiver if is_adapter else self._qarl_receiver
+                    for is_adapter, part in groupby(
+                        decode(weights, run=run), self._qarl_is_of_adapter
+                    ):
+                        receiver = (
+                            self._qarl_adapter_receiver if is_adapter else self._qarl_receiver
+                        )
                         if receiver is None:
                             fix = "leave actor_rollout_ref.rollout.engine_kwargs.vllm.enable_lora to QaRL"
                             raise no_place("it was started without adapters", fix)
@@ -124,7 +144,9 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
                 self._qarl_adapter_receiver.mark_stale(unread)
             elif not self._qarl_receiver.stale:
                 self._qarl_receiver.mark_stale(unread, doubt=False)
-        buckets = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
+        buckets = BucketedWeightReceiver(
+            zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm
+        )
         try:
             with socket_timeouts(seconds):
                 buckets.receive_weights(on_bucket_received=take)
@@ -155,7 +177,9 @@ def _serve_adapters(vllm_config: Any) -> None:
     quantization = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
     scheme = Scheme.from_quantization_config(quantization).name if quantization else "bf16"
     config = vllm_config.lora_config
-    _served.enter_context(servable(AdapterSpec(config.max_lora_rank, tuple(config.target_modules or ())), scheme))
+    _served.enter_context(
+        servable(AdapterSpec(config.max_lora_rank, tuple(config.target_modules or ())), scheme)
+    )
 
 
 def make_receiver(model_runner: Any) -> WeightReceiver:
@@ -163,6 +187,8 @@ def make_receiver(model_runner: Any) -> WeightReceiver:
 
     Raise UserError if trainer and engine quantize different layers, or if QaRL does not support this vLLM."""
     check_release()
-    expected = engines_manifest(model_runner.vllm_config.model_config.hf_config, model_runner.get_model())
+    expected = engines_manifest(
+        model_runner.vllm_config.model_config.hf_config, model_runner.get_model()
+    )
     # A bucket is a view of a buffer that the next bucket overwrites.
     return WeightReceiver.of_runner(model_runner, expected, clone=True)

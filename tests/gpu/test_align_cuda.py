@@ -49,8 +49,12 @@ def compare(what: str, theirs: torch.Tensor, candidates: Mapping[str, torch.Tens
     nearest = min(shares, key=lambda name: shares[name])
     step = 2**-7 * theirs.float().abs() + 1e-3
     beyond = ((candidates[nearest].float() - theirs.float()).abs() > step).float().mean()
-    assert float(beyond) <= 1e-5, f"{what}: {float(beyond):.1e} of the outputs are more than a BF16 step off"
-    print(f"{what:28} holds: {nearest}, {'bit for bit' if shares[nearest] == 0 else 'but for the order of sums'}")
+    assert float(beyond) <= 1e-5, (
+        f"{what}: {float(beyond):.1e} of the outputs are more than a BF16 step off"
+    )
+    print(
+        f"{what:28} holds: {nearest}, {'bit for bit' if shares[nearest] == 0 else 'but for the order of sums'}"
+    )
     return nearest
 
 
@@ -85,7 +89,10 @@ def test_fused_add_rms_norm(tokens: int, hidden: int) -> None:
     }
     ops.fused_add_rms_norm(x, residual, weight, EPSILON)
     assert torch.equal(residual, rounded)
-    assert compare(f"fused_add_rms_norm {tokens} x {hidden}", x, candidates) == "sum rounded, value in FP32"
+    assert (
+        compare(f"fused_add_rms_norm {tokens} x {hidden}", x, candidates)
+        == "sum rounded, value in FP32"
+    )
     # The trainer hands over the sum and zeros.
     assert torch.equal(layer_ops.rms_norm(rounded, weight, EPSILON, after_sum=True), x)
 
@@ -110,9 +117,13 @@ def test_norms_of_few_and_many_rows(hidden: int, after_sum: bool) -> None:
     torch.manual_seed(0)
     x, weight = random(4096, hidden), random(hidden)
     many = layer_ops.rms_norm(x, weight, EPSILON, after_sum=after_sum)
-    few = torch.cat([layer_ops.rms_norm(part, weight, EPSILON, after_sum=after_sum) for part in x.split(255)])
+    few = torch.cat(
+        [layer_ops.rms_norm(part, weight, EPSILON, after_sum=after_sum) for part in x.split(255)]
+    )
     share = float((many != few).float().mean())
-    print(f"norm of {hidden}, after_sum={after_sum}: {share:.2e} of the outputs depend on the number of rows")
+    print(
+        f"norm of {hidden}, after_sum={after_sum}: {share:.2e} of the outputs depend on the number of rows"
+    )
     assert share == 0 if hidden <= 2048 else share < 1e-2
 
 
@@ -138,7 +149,11 @@ def test_rotary_embedding(tokens: int) -> None:
     ops.rotary_embedding(positions, flat_query, flat_key, size, cache, True)
     for name, x, rotated in (("query", query, flat_query), ("key", key, flat_key)):
         contract = rotary_reference(x, *turns)
-        compare(f"rotary {name} {tokens}", rotated.view_as(x), {"FP32": contract, "products rounded": rounded(x)})
+        compare(
+            f"rotary {name} {tokens}",
+            rotated.view_as(x),
+            {"FP32": contract, "products rounded": rounded(x)},
+        )
         assert torch.equal(contract, rotated.view_as(x))
 
 
@@ -177,14 +192,19 @@ def test_attention_of_prefill(lengths: tuple[int, ...]) -> None:
     for *row, output in zip(*(tensor.split(lengths) for tensor in (*inputs, theirs)), strict=True):
         length = len(output)
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in row)
-        sdpa = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, enable_gqa=True)[0].transpose(0, 1)
+        sdpa = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, enable_gqa=True)[
+            0
+        ].transpose(0, 1)
         candidates = {"sdpa in BF16": sdpa}
         if length <= 4096:  # FP32 scores of 16k tokens would take 34 GB
             candidates["sdpa in FP32"] = fp32_attention(module, q, k, v, None, size**-0.5)[0][0]
         if length <= 900:
             roundings = attention_roundings(*row, size**-0.5)
             candidates["the contract"] = roundings[ATTENTION].to("cuda")
-            shares = {name: float((output.cpu() != ours).float().mean()) for name, ours in roundings.items()}
+            shares = {
+                name: float((output.cpu() != ours).float().mean())
+                for name, ours in roundings.items()
+            }
             for name, differing in shares.items():
                 print(f"attention {length:6} {name:30} differ {differing:.2e}")
             assert shares[ATTENTION] == min(shares.values())
@@ -229,7 +249,9 @@ def test_attention_of_decoding(length: int, size: int) -> None:
         ]
         outputs[batch] = torch.cat(steps)
         share = float((outputs[batch] != whole[(places - 1).cuda()]).float().mean())
-        print(f"decode steps of {batch}, {length} keys, heads of {size}: {share:.2e} differ from the whole row")
+        print(
+            f"decode steps of {batch}, {length} keys, heads of {size}: {share:.2e} differ from the whole row"
+        )
         if size in layer_ops.HEAD_SIZES:
             assert share == 0
     assert torch.equal(outputs[1], outputs[len(places)])
@@ -238,18 +260,33 @@ def test_attention_of_decoding(length: int, size: int) -> None:
 def test_rows_of_a_pack() -> None:
     """PyTorch's varlen attention, which levels below `model` use, and which gives `model` its gradients."""
     lengths, size = (333, 1, 900), 128
-    query, key, value = (tensor.transpose(0, 1)[None] for tensor in attention_inputs(sum(lengths), size))
-    assert key.shape[1] < query.shape[1], "the operator shares key heads among query heads, in its backward too"
+    query, key, value = (
+        tensor.transpose(0, 1)[None] for tensor in attention_inputs(sum(lengths), size)
+    )
+    assert key.shape[1] < query.shape[1], (
+        "the operator shares key heads among query heads, in its backward too"
+    )
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     packed = varlen_attention(query, key, value, lengths, size**-0.5, None)[0]
     grads = torch.autograd.grad(packed, inputs, torch.ones_like(packed))
-    repeated = (query, *(tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value)))
+    repeated = (
+        query,
+        *(tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value)),
+    )
     same = varlen_attention(*repeated, lengths, size**-0.5, None)[0]
-    for output, expected in zip(grads, torch.autograd.grad(same, inputs, torch.ones_like(same)), strict=True):
+    for output, expected in zip(
+        grads, torch.autograd.grad(same, inputs, torch.ones_like(same)), strict=True
+    ):
         assert float((output.float() - expected.float()).norm() / expected.float().norm()) < 1e-2
-    rows = zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), packed.split(lengths), strict=True)
+    rows = zip(
+        *(tensor.split(lengths, 2) for tensor in (query, key, value)),
+        packed.split(lengths),
+        strict=True,
+    )
     for q, k, v, output in rows:
-        alone = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
+        alone = F.scaled_dot_product_attention(
+            q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
+        )
         difference = (output - alone[0].transpose(0, 1)).abs()
         assert float(difference.mean()) < 1e-3 and float(difference.max()) < 0.05
 
@@ -265,7 +302,9 @@ def test_lm_head(tokens: int) -> None:
     theirs = theirs[:64]
     candidates = {
         "alone": torch.cat([F.linear(row[None], weight) for row in hidden[:64]]),
-        "with 2048 others": F.linear(torch.cat([hidden[:64], random(2048, 4096)]), weight)[: len(theirs)],
+        "with 2048 others": F.linear(torch.cat([hidden[:64], random(2048, 4096)]), weight)[
+            : len(theirs)
+        ],
     }
     for name, ours in candidates.items():
         compare(f"lm_head {tokens}", theirs, {name: ours})

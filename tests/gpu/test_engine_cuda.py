@@ -23,11 +23,15 @@ def test_an_engine_is_rebuilt(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda")
     quantize_model(model, scheme=scheme)
     answers = []
-    config = EngineConfig(str(folder), scheme, ("lm_head",), max_model_len=64, gpu_memory_utilization=0.3)
+    config = EngineConfig(
+        str(folder), scheme, ("lm_head",), max_model_len=64, gpu_memory_utilization=0.3
+    )
     with RolloutEngine(config) as engine:
         for version, asleep in enumerate((False, True, False)):
             engine.publish(packed_state_dict(model), version=version)
-            answers.append(engine.generate([[3, 4, 5]], SamplingConfig(8, temperature=0.0)).response_token_ids)
+            answers.append(
+                engine.generate([[3, 4, 5]], SamplingConfig(8, temperature=0.0)).response_token_ids
+            )
             if asleep:
                 engine.sleep()
             engine.rebuild()

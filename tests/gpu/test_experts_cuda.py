@@ -17,7 +17,9 @@ SHAPE = ExpertsShape(experts=8, top_k=2, hidden=512, intermediate=256)
 KERNELS = [(scheme, kernel) for scheme, kernels in EXPERTS_KERNELS.items() for kernel in kernels]
 
 
-@pytest.mark.parametrize(("scheme", "kernel"), KERNELS, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(
+    ("scheme", "kernel"), KERNELS, ids=lambda value: getattr(value, "name", value)
+)
 def test_forward_and_gradients(scheme: str, kernel: type) -> None:
     device = torch.device("cuda", 0)
     why_not = kernel.unavailable(scheme, device, SHAPE, 128 if scheme == "w4a16" else None)
@@ -43,8 +45,12 @@ def test_forward_and_gradients(scheme: str, kernel: type) -> None:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", [1, 16, 1000])
-@pytest.mark.parametrize(("sizes", "group_size"), [((32, 4, 2048, 768), 128), ((6, 2, 96, 64), 32)], ids=str)
-def test_against_float64(sizes: tuple[int, ...], group_size: int, routing: str, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "group_size"), [((32, 4, 2048, 768), 128), ((6, 2, 96, 64), 32)], ids=str
+)
+def test_against_float64(
+    sizes: tuple[int, ...], group_size: int, routing: str, tokens: int
+) -> None:
     """vLLM's kernels and ours; one that says that it serves must take the weights."""
     torch.manual_seed(0)
     arguments = Arguments(device="cuda", group_size=group_size)

@@ -27,7 +27,11 @@ def w4a16(
     generator = torch.Generator().manual_seed(n + k)
     packed = torch.randint(-(2**31), 2**31, (n, k // 8), generator=generator).to(torch.int32)
     scale = (torch.rand(n, k // group, generator=generator) * 0.01 + 0.01).bfloat16()
-    return packed.to(device), scale.to(device), torch.randn(rows, k, generator=generator).bfloat16().to(device)
+    return (
+        packed.to(device),
+        scale.to(device),
+        torch.randn(rows, k, generator=generator).bfloat16().to(device),
+    )
 
 
 def error(output: torch.Tensor, expected: torch.Tensor) -> float:
@@ -41,12 +45,18 @@ def test_plane(device: torch.device) -> None:
 
     n, k, group = 128, 256, 32
     generator = torch.Generator().manual_seed(0)
-    packed = torch.randint(-(2**31), 2**31, (n, k // 8), generator=generator).to(torch.int32).to(device)
+    packed = (
+        torch.randint(-(2**31), 2**31, (n, k // 8), generator=generator).to(torch.int32).to(device)
+    )
     exponents = torch.randint(-30, 4, (n, k // group), generator=generator)
     scale = (torch.rand(n, k // group, generator=generator) * 2.0**exponents).bfloat16().to(device)
     weight = dequantize_int4(packed, scale)
-    assert torch.equal(w4a16_linear(torch.eye(k, device=device).bfloat16(), packed, scale), weight.t())
-    assert torch.equal(w4a16_backward_input(torch.eye(n, device=device).bfloat16(), packed, scale), weight)
+    assert torch.equal(
+        w4a16_linear(torch.eye(k, device=device).bfloat16(), packed, scale), weight.t()
+    )
+    assert torch.equal(
+        w4a16_backward_input(torch.eye(n, device=device).bfloat16(), packed, scale), weight
+    )
     print("PTX" if PTX else "Triton's own arithmetic")
 
 
@@ -60,22 +70,33 @@ def test_split_sums(device: torch.device) -> None:
     packed, scale, x = w4a16(n, k, 16, device)
     tile = choose("w4a16", device, 16)
     assert tile is not None
-    assert parts(tile, -(-n // tile.BN), -(-k // tile.BK), device) > 1, "this shape is not split: it tries nothing"
+    assert parts(tile, -(-n // tile.BN), -(-k // tile.BK), device) > 1, (
+        "this shape is not split: it tries nothing"
+    )
     first = w4a16_linear(x, packed, scale)
     assert error(first, x.double() @ dequantize_int4(packed, scale).double().t()) <= 3e-3
     assert all(torch.equal(w4a16_linear(x, packed, scale), first) for _ in range(rounds))
-    assert [int(counter.abs().sum()) for counter in tiles._COUNTERS.values()] == [0] * len(tiles._COUNTERS)
+    assert [int(counter.abs().sum()) for counter in tiles._COUNTERS.values()] == [0] * len(
+        tiles._COUNTERS
+    )
 
 
 def test_tensor_maps(device: torch.device) -> None:
     """Products through the tensor memory accelerator, at sizes that no tile divides; int8 sums are exact."""
     from qarl.kernels.triton.scaled_mm import scaled_mm, takes_tma
 
-    sizes = ((1, 128, 256), (300, 496, 1040), (5000, 384, 512)) if device.type == "cuda" else ((17, 48, 80),)
+    sizes = (
+        ((1, 128, 256), (300, 496, 1040), (5000, 384, 512))
+        if device.type == "cuda"
+        else ((17, 48, 80),)
+    )
     used = 0
     for m, n, k in sizes:
         generator = torch.Generator().manual_seed(m)
-        x, w = (torch.randint(-127, 128, (r, k), generator=generator, dtype=torch.int8).to(device) for r in (m, n))
+        x, w = (
+            torch.randint(-127, 128, (r, k), generator=generator, dtype=torch.int8).to(device)
+            for r in (m, n)
+        )
         scale = torch.ones(m, 1, device=device), torch.full((n, 1), 2.0**-10, device=device)
         used += takes_tma(x, w)
         expected = ((x.double() @ w.double().t()) * 2.0**-10).bfloat16()
@@ -148,7 +169,9 @@ def test_own_kernels_of_few_and_many_rows(scheme: str) -> None:
     x = torch.randn(300, k, generator=generator, device=device).bfloat16()
 
     def product(rows: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        return kernel.linear(rows, kernel.prepare(quantize(of, get_scheme(scheme, 128)).tensors), None)
+        return kernel.linear(
+            rows, kernel.prepare(quantize(of, get_scheme(scheme, 128)).tensors), None
+        )
 
     whole = product(x, weight)
     for cut in ((1, 7, 64, 228), (292, 7, 1), (300,)):

@@ -21,7 +21,11 @@ def device() -> torch.device:
 @pytest.mark.parametrize("count", [1, 7, 65536, 3 * 2**22 + 5])
 def test_a_checksum_is_the_same_on_both_devices(count: int, device: torch.device) -> None:
     torch.manual_seed(0)
-    tensors = [torch.randint(-128, 128, (count,), dtype=torch.int8), torch.randn(count).bfloat16(), torch.randn(count)]
+    tensors = [
+        torch.randint(-128, 128, (count,), dtype=torch.int8),
+        torch.randn(count).bfloat16(),
+        torch.randn(count),
+    ]
     sums = checksums([tensor.to(device) for tensor in tensors])
     assert sums == checksums(tensors)
     changed = tensors[0].clone()
@@ -41,7 +45,8 @@ def test_a_unit_is_checked_by_the_kernel_as_on_a_cpu(device: torch.device) -> No
     tensors[0][5, 7, 9], tensors[2][3, 3] = torch.nan, torch.inf
     assert _has_kernel(device)
     ours, wanted = (
-        unit_checksums([t.to(where) for t in tensors], finite=True) for where in (device, torch.device("cpu"))
+        unit_checksums([t.to(where) for t in tensors], finite=True)
+        for where in (device, torch.device("cpu"))
     )
     assert torch.equal(ours[0].cpu(), wanted[0])
     for checked in (ours, wanted):
@@ -64,10 +69,16 @@ def test_a_checksum_of_a_large_embedding_needs_little_memory(device: torch.devic
 def test_nan_and_inf_are_found(dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
     good = (torch.randn(3 * 2**20 + 1) * 8).to(dtype)
-    wrong = [float("nan"), float("-nan")] if dtype.itemsize == 1 else [float("nan"), float("inf"), float("-inf")]
+    wrong = (
+        [float("nan"), float("-nan")]
+        if dtype.itemsize == 1
+        else [float("nan"), float("inf"), float("-inf")]
+    )
     tensors = [("good", good)]
     for place, number in zip((0, 777, -1), wrong, strict=False):
         bad = good.float().clone()
         bad[place] = number
         tensors.append((str(number), bad.to(dtype)))
-    assert not_finite([(name, tensor.to(device)) for name, tensor in tensors]) == [str(number) for number in wrong]
+    assert not_finite([(name, tensor.to(device)) for name, tensor in tensors]) == [
+        str(number) for number in wrong
+    ]

@@ -17,7 +17,10 @@ from qarl.quant import packed_state_dict
 from qarl.rollout.publish.sockets import WeightClient, WeightServer
 from qarl.rollout.publish.wire import DeltaSender
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
@@ -26,7 +29,14 @@ def test_the_gather_over_nccl(tmp_path: Path, kind: str, scheme: str) -> None:
     """As many ranks as GPUs, up to four: the logits of one rank, bit for bit, and the bytes of the formula."""
     file = tmp_path / "gather.json"
     gpus = min(4, torch.cuda.device_count())
-    arguments = [f"kinds={kind}", f"schemes={scheme}", "device=cuda", f"ranks={gpus}", "--output", str(file)]
+    arguments = [
+        f"kinds={kind}",
+        f"schemes={scheme}",
+        "device=cuda",
+        f"ranks={gpus}",
+        "--output",
+        str(file),
+    ]
     command = [sys.executable, "-m", "benchmarks.proofs", "low_bit_gather", *arguments]
     subprocess.run(command, cwd=ROOT, check=True, timeout=400)
     (row,) = json.loads(file.read_text())["rows"].values()
@@ -39,12 +49,17 @@ def test_the_gather_over_nccl(tmp_path: Path, kind: str, scheme: str) -> None:
 
 def test_a_publish_between_two_gpus() -> None:
     """Over the sockets that engines on GPUs of their own use: first whole, then what has changed."""
-    source, target = engine_model("llama", seed=2).to("cuda:0"), engine_model("llama", seed=1).to("cuda:1")
+    source, target = (
+        engine_model("llama", seed=2).to("cuda:0"),
+        engine_model("llama", seed=1).to("cuda:1"),
+    )
     server, outbox, inbox = WeightServer("of this run", seconds=60), DeltaSender(), receiver(target)
 
     def receive() -> None:
         for _ in range(2):
-            with WeightClient(server.address, "of this run", fingerprint=inbox.fingerprint, seconds=60) as client:
+            with WeightClient(
+                server.address, "of this run", fingerprint=inbox.fingerprint, seconds=60
+            ) as client:
                 client.feed(inbox)
 
     thread = threading.Thread(target=receive)

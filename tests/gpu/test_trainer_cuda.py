@@ -26,15 +26,21 @@ def test_log_probs_and_gradients(scheme: str) -> None:
         initializer_range=0.02,  # with 0.1 the log-probs of W8A8 differ by 0.1 between any two kernels, on a CPU too
     )  # fmt: skip
     device, length = torch.device("cuda", 0), 400
-    rollout = RolloutBatch([[3, 4, 5]] * 4, [list(range(10, 10 + length))] * 4, [[-1.0] * length] * 4, ["stop"] * 4, 0)
+    rollout = RolloutBatch(
+        [[3, 4, 5]] * 4, [list(range(10, 10 + length))] * 4, [[-1.0] * length] * 4, ["stop"] * 4, 0
+    )
     batch = make_batch(rollout, torch.zeros(4), torch.zeros(4), pad_token_id=0).to(device)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device)
     policy = Policy(model, get_scheme(scheme, 64), ("lm_head",), align="model")
-    print(policy.align, sorted({layer.kernel.name for layer in low_bit_layers(policy.model).values()}))
+    print(
+        policy.align, sorted({layer.kernel.name for layer in low_bit_layers(policy.model).values()})
+    )
     log_probs = policy.response_log_probs(batch, slice(0, 4), temperature=1.0)
     log_probs.sum().backward()
-    assert all(bool(p.grad.isfinite().all()) for p in policy.model.parameters() if p.grad is not None)
+    assert all(
+        bool(p.grad.isfinite().all()) for p in policy.model.parameters() if p.grad is not None
+    )
     for module in policy.model.modules():
         if isinstance(module, QuantLinear):
             module.choice = Choice(LINEAR_KERNELS[scheme][-1], ())
@@ -43,5 +49,7 @@ def test_log_probs_and_gradients(scheme: str) -> None:
         reference = policy.response_log_probs(batch, slice(0, 4), temperature=1.0)
     assert {layer.kernel.name for layer in low_bit_layers(policy.model).values()} == {"reference"}
     difference = float((log_probs.detach() - reference).abs().mean())
-    print(f"mean difference of log-probs {difference:.2g}")  # a doubled weight of one layer makes it 0.2
+    print(
+        f"mean difference of log-probs {difference:.2g}"
+    )  # a doubled weight of one layer makes it 0.2
     assert difference < 0.1

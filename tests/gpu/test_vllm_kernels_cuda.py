@@ -13,7 +13,14 @@ from qarl.kernels.log_probs import chosen_log_probs, log_probs_of_logits
 pytestmark = pytest.mark.gpu
 
 
-SHAPES = [(2048, 1536, 128), (4096, 4096, 64), (384, 1024, 128), (200, 416, 32), (8960, 1536, 128), (64, 64, 32)]
+SHAPES = [
+    (2048, 1536, 128),
+    (4096, 4096, 64),
+    (384, 1024, 128),
+    (200, 416, 32),
+    (8960, 1536, 128),
+    (64, 64, 32),
+]
 """[N, K] and group size: some that tiles divide, and some that they do not."""
 
 
@@ -32,7 +39,10 @@ def test_vllms_kernels_serve_here() -> None:
     """`qarl/kernels/cuda/vllm_linears.py` on this vLLM: Machete or Marlin, and CUTLASS for 8 bits."""
     pytest.importorskip("vllm")
     layer = Layer(torch.randn(2048, 1536, device="cuda").bfloat16(), Arguments(device="cuda"))
-    names = {scheme: [k.name for k in layer.kernels(scheme) if k.name.startswith("vllm")] for scheme in layer.quantized}
+    names = {
+        scheme: [k.name for k in layer.kernels(scheme) if k.name.startswith("vllm")]
+        for scheme in layer.quantized
+    }
     print(names)
     assert all(names.values())
 
@@ -46,11 +56,14 @@ def test_machete_and_marlin_agree_to_a_rounding(bias: bool) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("Machete needs capability 9.0")
     torch.manual_seed(0)
-    tensors = quantize(torch.randn(2048, 1024, device="cuda").bfloat16(), get_scheme("w4a16", 128)).tensors
+    tensors = quantize(
+        torch.randn(2048, 1024, device="cuda").bfloat16(), get_scheme("w4a16", 128)
+    ).tensors
     x = torch.randn(65, 1024, device="cuda").bfloat16()
     added = torch.randn(2048, device="cuda").bfloat16() if bias else None
     machete, marlin = (
-        kernel.linear(x, kernel.prepare(tensors), added) for kernel in (VllmMacheteLinear, VllmMarlinLinear)
+        kernel.linear(x, kernel.prepare(tensors), added)
+        for kernel in (VllmMacheteLinear, VllmMarlinLinear)
     )
     torch.testing.assert_close(machete, marlin, rtol=2**-6, atol=0.1)
 
@@ -73,12 +86,18 @@ def test_log_probs_in_blocks(rows: int) -> None:
     expected.backward(grad)
     assert (log_probs - expected).abs().max() < 0.05 and (log_probs - expected).abs().mean() < 1e-4
     exact = logits.grad.double().t() @ hidden.detach().double()
-    error, theirs = ((g.double() - exact).norm() / exact.norm() for g in (mine[1].grad, weight.grad))
+    error, theirs = (
+        (g.double() - exact).norm() / exact.norm() for g in (mine[1].grad, weight.grad)
+    )
     assert error <= 1.01 * theirs + 1e-4
 
 
-@pytest.mark.parametrize(("sizes", "group_size"), [((5, 128, 256), 128), ((3, 64, 128), 128)], ids=str)
-def test_marlins_layout_of_experts_is_that_of_vllms_operators(sizes: tuple[int, int, int], group_size: int) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "group_size"), [((5, 128, 256), 128), ((3, 64, 128), 128)], ids=str
+)
+def test_marlins_layout_of_experts_is_that_of_vllms_operators(
+    sizes: tuple[int, int, int], group_size: int
+) -> None:
     pytest.importorskip("vllm")
     from marlin_reference import random_stack
     from vllm import _custom_ops as ops
@@ -89,7 +108,11 @@ def test_marlins_layout_of_experts_is_that_of_vllms_operators(sizes: tuple[int, 
     tensors = {name: tensor.cuda() for name, tensor in random_stack(*sizes, group_size).items()}
     layout, columns = to_marlin(tensors), tensors["weight_packed"].mT.contiguous()
     perm = torch.empty(sizes[0], 0, dtype=torch.int32, device="cuda")
-    assert torch.equal(layout[CODES], ops.gptq_marlin_moe_repack(columns, perm, sizes[2], sizes[1], 4))
+    assert torch.equal(
+        layout[CODES], ops.gptq_marlin_moe_repack(columns, perm, sizes[2], sizes[1], 4)
+    )
     scales = tensors["weight_scale"].mT.contiguous()
-    assert torch.equal(layout[SCALES], marlin_moe_permute_scales(scales, sizes[2], sizes[1], group_size))
+    assert torch.equal(
+        layout[SCALES], marlin_moe_permute_scales(scales, sizes[2], sizes[1], group_size)
+    )
     assert all(torch.equal(tensors[name], tensor) for name, tensor in from_marlin(layout).items())

@@ -44,7 +44,17 @@ def test_the_operators_and_their_arguments_exist() -> None:
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     assert layer_ops.unavailable() is None and layer_ops.attention_unavailable((9, 0)) is None
-    names = {"q", "k", "v", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k", "softmax_scale", "causal"}
+    names = {
+        "q",
+        "k",
+        "v",
+        "cu_seqlens_q",
+        "max_seqlen_q",
+        "seqused_k",
+        "max_seqlen_k",
+        "softmax_scale",
+        "causal",
+    }
     names |= {"block_table", "fa_version", "num_splits"}
     assert names <= inspect.signature(flash_attn_varlen_func).parameters.keys()
     assert all(f" {name}=" in inspect.getsource(layer_ops.flash_attention) for name in names)
@@ -56,7 +66,10 @@ def test_the_engines_arguments_give_vllms_operators_and_graphs(folder: Path) -> 
     config = engine_config(folder, **layer_ops.ENGINE_ARGUMENTS)
     compilation = config.compilation_config
     assert compilation.mode == CompilationMode.NONE
-    assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY and "all" in compilation.custom_ops
+    assert (
+        compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+        and "all" in compilation.custom_ops
+    )
     assert compilation.max_cudagraph_capture_size == 512
     for operator in ("rms_norm", "fused_add_rms_norm"):
         assert getattr(config.kernel_config.ir_op_priority, operator)[0] == "vllm_c"
@@ -73,12 +86,23 @@ def test_the_engines_arguments_give_vllms_operators_and_graphs(folder: Path) -> 
         (layer_ops.ENGINE_ARGUMENTS, 512, 1),
         (layer_ops.ENGINE_ARGUMENTS, 513, 0),
         ({"compilation_config": layer_ops.ENGINE_ARGUMENTS["compilation_config"]}, 8, 32),
-        ({"enforce_eager": True, "attention_config": layer_ops.ENGINE_ARGUMENTS["attention_config"]}, 8, 0),
+        (
+            {
+                "enforce_eager": True,
+                "attention_config": layer_ops.ENGINE_ARGUMENTS["attention_config"],
+            },
+            8,
+            0,
+        ),
     ],
     ids=["decode", "largest graph", "large step", "default", "eager"],
 )
 def test_the_splits_that_the_engine_asks_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], tokens: int, splits: int
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: dict[str, Any],
+    tokens: int,
+    splits: int,
 ) -> None:
     """0 is FlashAttention's own choice."""
     from vllm.config import set_current_vllm_config
@@ -88,7 +112,9 @@ def test_the_splits_that_the_engine_asks_for(
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 3)
     monkeypatch.setattr(flash_attn, "_get_sliding_window_configs", lambda config: {None})
     monkeypatch.setattr(
-        flash_attn, "get_scheduler_metadata", lambda **kwargs: asked.append(kwargs["num_splits"]) or torch.zeros(4)
+        flash_attn,
+        "get_scheduler_metadata",
+        lambda **kwargs: asked.append(kwargs["num_splits"]) or torch.zeros(4),
     )
     config = engine_config(folder, **arguments)
     spec = SimpleNamespace(dtype=torch.bfloat16, block_size=layer_ops.PAGE)

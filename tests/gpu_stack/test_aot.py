@@ -25,5 +25,11 @@ def test_every_kernel_compiles_and_fits(target: int) -> None:
     assert {name: kernel["error"] for name, kernel in compiled.items() if "error" in kernel} == {}
     spilled = {name: kernel for name, kernel in compiled.items() if kernel["spill_bytes"]}
     assert not [name for name, kernel in spilled.items() if kernel["registers"] > 128], spilled
-    assert max((kernel["spill_bytes"] for kernel in spilled.values()), default=0) <= SPILLS.get(target, 0), spilled
-    assert {name: kernel for name, kernel in compiled.items() if kernel["shared_bytes"] > SHARED_LIMIT[target]} == {}
+    assert max((kernel["spill_bytes"] for kernel in spilled.values()), default=0) <= SPILLS.get(
+        target, 0
+    ), spilled
+    assert {
+        name: kernel
+        for name, kernel in compiled.items()
+        if kernel["shared_bytes"] > SHARED_LIMIT[target]
+    } == {}

@@ -48,7 +48,9 @@ SCHEMES = [("w4a16", 128), ("w4a16", 64), ("w4a16", 32), ("w8a8", 128), ("fp8", 
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+def gpu(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[tuple[int, int]]:
     pretend(monkeypatch, request.param)
     caches = (vllm_linears._not_the_engines, vllm_linears.chosen_experts_kernel)
     for cached in caches:
@@ -60,11 +62,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iter
 
 def layer_of(scheme: Scheme, shape: tuple[int, int]) -> Any:
     from vllm.model_executor.layers.linear import ReplicatedLinear
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
 
     config = CompressedTensorsConfig.from_config(scheme.quantization_config([]))
     return ReplicatedLinear(
-        shape[1], shape[0], bias=False, quant_config=config, prefix="layer", params_dtype=torch.bfloat16
+        shape[1],
+        shape[0],
+        bias=False,
+        quant_config=config,
+        prefix="layer",
+        params_dtype=torch.bfloat16,
     )
 
 
@@ -74,7 +83,9 @@ def layers_kernel(scheme_name: str, group_size: int, shape: tuple[int, int]) -> 
         scheme = layer_of(get_scheme(scheme_name, group_size), shape).scheme
     except (AssertionError, NotImplementedError, ValueError) as error:
         return f"nothing ({error})"
-    if type(scheme).__name__ == "CompressedTensorsW8A16Fp8":  # it calls the operators of this class itself
+    if (
+        type(scheme).__name__ == "CompressedTensorsW8A16Fp8"
+    ):  # it calls the operators of this class itself
         return "MarlinFP8ScaledMMLinearKernel"
     return type(getattr(scheme, "kernel", None) or scheme.fp8_linear).__name__
 
@@ -90,7 +101,9 @@ def dense_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
 @pytest.mark.parametrize("gpu", CAPABILITIES, indirect=True, ids=str)
-def test_linears(gpu: tuple[int, int], dense_config: Any, scheme: str, group_size: int, shape: tuple[int, int]) -> None:
+def test_linears(
+    gpu: tuple[int, int], dense_config: Any, scheme: str, group_size: int, shape: tuple[int, int]
+) -> None:
     if scheme == "w4a16" and shape[1] % group_size:
         pytest.skip("the checkpoint itself would be refused")
     with process_groups(dense_config):
@@ -124,7 +137,9 @@ def test_w4a8_has_fp8_activations_on_hopper_and_no_kernel_elsewhere(
     scheme = replace(ours, input_activations=replace(ours.input_activations, type=declared))
     with process_groups(dense_config):
         if gpu != (9, 0):
-            with pytest.raises(NotImplementedError, match="No compressed-tensors compatible scheme"):
+            with pytest.raises(
+                NotImplementedError, match="No compressed-tensors compatible scheme"
+            ):
                 layer_of(scheme, SHAPES[0])
             return
         kernel = layer_of(scheme, SHAPES[0]).scheme.kernel
@@ -139,11 +154,15 @@ def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("moe"), "qwen3_moe", **sizes)
 
 
-@pytest.mark.parametrize(("scheme", "group_size"), [("w4a16", 128), ("w4a16", 32), ("w8a8", 128), ("fp8", 128)])
+@pytest.mark.parametrize(
+    ("scheme", "group_size"), [("w4a16", 128), ("w4a16", 32), ("w8a8", 128), ("fp8", 128)]
+)
 @pytest.mark.parametrize("gpu", CAPABILITIES, indirect=True, ids=str)
 def test_experts(gpu: tuple[int, int], moe_folder: Path, scheme: str, group_size: int) -> None:
     stand_in_operators()
-    config = engine_config(moe_folder, get_scheme(scheme, group_size), ("lm_head", "re:.*mlp[.]gate$"))
+    config = engine_config(
+        moe_folder, get_scheme(scheme, group_size), ("lm_head", "re:.*mlp[.]gate$")
+    )
     shape = ExpertsShape(experts=4, top_k=2, hidden=256, intermediate=256)
     with process_groups(config):
         try:
@@ -160,19 +179,28 @@ def test_experts(gpu: tuple[int, int], moe_folder: Path, scheme: str, group_size
     expected = EXPERTS.get((scheme, engine))
     if expected == "vllm_cutlass_experts" and gpu >= (10, 0):
         expected = None  # there vLLM's own choice depends on the number of tokens
-    assert trainer.kernel.name == expected if expected else not trainer.kernel.name.startswith("vllm"), trainer.reason
+    assert (
+        trainer.kernel.name == expected if expected else not trainer.kernel.name.startswith("vllm")
+    ), trainer.reason
 
 
 @pytest.mark.parametrize("group_size", [32, 64])
 def test_the_layout_of_marlins_experts_is_vllms(group_size: int) -> None:
     tensors = random_stack(3, 128, 64, group_size)
     made = to_marlin(tensors)
-    assert all(torch.equal(a, b) for a, b in zip(made.values(), vllm_layout(tensors, group_size), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(made.values(), vllm_layout(tensors, group_size), strict=True)
+    )
 
 
-@pytest.mark.parametrize(("rows", "error"), [(torch.int8, AssertionError), (torch.bfloat16, AttributeError)])
+@pytest.mark.parametrize(
+    ("rows", "error"), [(torch.int8, AssertionError), (torch.bfloat16, AttributeError)]
+)
 @pytest.mark.parametrize("gpu", [(9, 0)], indirect=True, ids=str)
-def test_vllms_triton_experts_refuse_int8_rows(gpu: tuple[int, int], rows: torch.dtype, error: type[Exception]) -> None:
+def test_vllms_triton_experts_refuse_int8_rows(
+    gpu: tuple[int, int], rows: torch.dtype, error: type[Exception]
+) -> None:
     """`qarl.checks.registry.check_experts` refuses W8A8 for it. BF16 rows pass the same lines, and then lack the
     rest of the object."""
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
@@ -180,7 +208,9 @@ def test_vllms_triton_experts_refuse_int8_rows(gpu: tuple[int, int], rows: torch
     experts: Any = object.__new__(TritonExperts)
     experts.quant_config = SimpleNamespace(use_int4_w4a16=False)
     names = "output w1 w2 topk_weights topk_ids activation global_num_experts expert_map a1q_scale a2_scale workspace13"
-    rest = dict.fromkeys([*names.split(), "workspace2", "expert_tokens_meta", "apply_router_weight_on_input"])
+    rest = dict.fromkeys(
+        [*names.split(), "workspace2", "expert_tokens_meta", "apply_router_weight_on_input"]
+    )
     rest |= {"w1": torch.zeros(2, 8, 4), "w2": torch.zeros(2, 4, 8)}
     with pytest.raises(error):
         experts.apply(hidden_states=torch.zeros(3, 4, dtype=rows), **rest)

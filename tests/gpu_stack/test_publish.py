@@ -85,7 +85,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def experts_tensors(model: torch.nn.Module) -> dict[str, graph_addresses.Place]:
     """All tensors of the layers' experts: parameters, and what their methods and kernels have."""
-    tensors = graph_addresses.places({name: module for name, module in model.named_modules() if holds_experts(module)})
+    tensors = graph_addresses.places(
+        {name: module for name, module in model.named_modules() if holds_experts(module)}
+    )
     return {path: place for path, place in tensors.items() if not path.endswith("weight_shape")}
 
 
@@ -148,7 +150,9 @@ def test_a_publish_is_a_fresh_load_at_the_old_addresses(
         check_same_layers(engine, expected)
         check_in_use(engine, kernel_request(kernels, scheme_name))
         receiver = WeightReceiver(engine, config, expected, kv_caches=list, direct=direct)
-        written = {target.name for target in receiver.plan.by_owner.values() if target.writer is not None}
+        written = {
+            target.name for target in receiver.plan.by_owner.values() if target.writer is not None
+        }
         layers = hf_config.num_hidden_layers if model_name == "experts" else 0
         assert len(written) == layers * direct, written
         before = tensors_of(engine)
@@ -165,7 +169,9 @@ def test_a_publish_is_a_fresh_load_at_the_old_addresses(
                 if not same_bytes(place.memory, theirs[path].memory)
             ] == []
             gone = [address for address in before if address not in tensors_of(engine)]
-            assert gone == [], f"{len(gone)} tensors moved: {[tuple(before[a].shape) for a in gone[:4]]}"
+            assert gone == [], (
+                f"{len(gone)} tensors moved: {[tuple(before[a].shape) for a in gone[:4]]}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -193,6 +199,13 @@ def test_a_base_is_published_under_its_adapters(
         receiver = WeightReceiver(engine, config, expected, kv_caches=list)
         before = tensors_of(engine)
         publish(receiver, second, 2)
-        ours = {name.replace(".base_layer", ""): tensor for name, tensor in named_tensors(engine).items()}
-        assert [name for name, tensor in named_tensors(wanted).items() if not same_bytes(tensor, ours[name])] == []
+        ours = {
+            name.replace(".base_layer", ""): tensor
+            for name, tensor in named_tensors(engine).items()
+        }
+        assert [
+            name
+            for name, tensor in named_tensors(wanted).items()
+            if not same_bytes(tensor, ours[name])
+        ] == []
         assert before.keys() <= tensors_of(engine).keys()

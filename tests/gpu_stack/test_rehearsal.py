@@ -38,7 +38,10 @@ MODELS = {name: yaml.safe_load((ROOT / "configs" / name).read_text()) for name i
 VERL_CONFIGS = [name for name, config in MODELS.items() if config.get("backend") == "verl"]
 GROUPS = ["bf16", "w4a16", "w8a8", "fp8"]
 DENSE, EXPERTS = "Qwen3-0.6B", "Qwen3-30B-A3B"
-STARTS = [*VERL_CONFIGS, *(f"+qarl={group} {model}" for model in (DENSE, EXPERTS) for group in GROUPS)]
+STARTS = [
+    *VERL_CONFIGS,
+    *(f"+qarl={group} {model}" for model in (DENSE, EXPERTS) for group in GROUPS),
+]
 BENCH_MODELS = ROOT / "qarl" / "bench" / "models"
 OF_VERL = {
     "data.max_prompt_length": 512,
@@ -91,7 +94,11 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A folder with the real model's config and a small tokenizer."""
     start = request.node.callspec.params["start"]
-    named = MODELS[start]["model"]["path"].split("/")[-1].removesuffix("-Base") if start in VERL_CONFIGS else ""
+    named = (
+        MODELS[start]["model"]["path"].split("/")[-1].removesuffix("-Base")
+        if start in VERL_CONFIGS
+        else ""
+    )
     named = named or start.split()[1]
     size = named if (BENCH_MODELS / named / "config.json").is_file() else DENSE
     folder = tmp_path / "model"
@@ -111,7 +118,13 @@ def ours(start: str, folder: Path, tmp_path: Path) -> Any:
         return load_config([f"config={start}", *where])
     changes = OF_VERL | (FOR_EXPERTS if start.endswith(EXPERTS) else {})
     changes |= {"quant.scheme": start.split()[0].removeprefix("+qarl=")}
-    return load_config(["config=qwen3_8b_w4a16.yaml", *where, *(f"{key}={value}" for key, value in changes.items())])
+    return load_config(
+        [
+            "config=qwen3_8b_w4a16.yaml",
+            *where,
+            *(f"{key}={value}" for key, value in changes.items()),
+        ]
+    )
 
 
 @pytest.fixture
@@ -127,8 +140,14 @@ def resolved(start: str, folder: Path, ours: Any) -> Any:
 
     overrides = ["hydra.searchpath=[pkg://qarl.verl]", start.split()[0]]
     overrides += [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.rollout.name=vllm"]
-    overrides += ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
-    places = {"quant": "actor_rollout_ref.actor.fsdp_config.quant", "rollout": "actor_rollout_ref.rollout"}
+    overrides += [
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    ]
+    places = {
+        "quant": "actor_rollout_ref.actor.fsdp_config.quant",
+        "rollout": "actor_rollout_ref.rollout",
+    }
     for key, value in FOR_EXPERTS.items() if start.endswith(EXPERTS) else ():
         section, name = key.split(".")
         overrides.append(f"{places.get(section, section)}.{name}={value}")
@@ -192,9 +211,13 @@ def test_the_engines_config_is_accepted(start: str, resolved: Any, engine: Any) 
     from vllm.config import CompilationMode, CUDAGraphMode
 
     rollout, quant = resolved.actor_rollout_ref.rollout, quant_of(resolved)
-    assert engine.model_config.quantization == (None if quant.scheme == "bf16" else "compressed-tensors")
+    assert engine.model_config.quantization == (
+        None if quant.scheme == "bf16" else "compressed-tensors"
+    )
     assert engine.parallel_config.tensor_parallel_size == rollout.tensor_model_parallel_size
-    workers = "mp" if rollout.tensor_model_parallel_size > 1 else "uni"  # verl's for one worker is mp, too
+    workers = (
+        "mp" if rollout.tensor_model_parallel_size > 1 else "uni"
+    )  # verl's for one worker is mp, too
     assert engine.parallel_config.distributed_executor_backend == workers
     assert engine.parallel_config.worker_extension_cls.startswith("qarl.")
     compilation = engine.compilation_config
@@ -202,7 +225,9 @@ def test_the_engines_config_is_accepted(start: str, resolved: Any, engine: Any) 
     assert compilation.mode == (CompilationMode.NONE if follows else CompilationMode.VLLM_COMPILE)
     graphs = CUDAGraphMode.FULL_DECODE_ONLY if follows else CUDAGraphMode.FULL_AND_PIECEWISE
     assert compilation.cudagraph_mode == graphs and not engine.model_config.enforce_eager
-    assert engine.attention_config.flash_attn_max_num_splits_for_cuda_graph == (1 if follows else 32)
+    assert engine.attention_config.flash_attn_max_num_splits_for_cuda_graph == (
+        1 if follows else 32
+    )
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -218,11 +243,17 @@ def test_the_kernels_on_hopper(resolved: Any, engine: Any, ours: Any) -> None:
         get_tp_group().world_size = engine.parallel_config.tensor_parallel_size
         model = build(engine, torch.device("meta"))
     layers = dict(model.model.layers.named_modules())
-    linears = {name: kernel_in(layer) for name, layer in layers.items() if isinstance(layer, LinearBase)}
-    experts = {kernel_in(layer) for layer in layers.values() if type(layer).__name__ == "RoutedExperts"}
+    linears = {
+        name: kernel_in(layer) for name, layer in layers.items() if isinstance(layer, LinearBase)
+    }
+    experts = {
+        kernel_in(layer) for layer in layers.values() if type(layer).__name__ == "RoutedExperts"
+    }
     routers = {linears.pop(name) for name in list(linears) if name.endswith("mlp.gate")}
     of_engine, of_trainer = LINEARS[quant.scheme]
-    if quant.scheme == "w4a16" and quant.group_size == 32:  # the quickstart's: Machete has groups of 64 and 128
+    if (
+        quant.scheme == "w4a16" and quant.group_size == 32
+    ):  # the quickstart's: Machete has groups of 64 and 128
         of_engine, of_trainer = "MarlinLinearKernel", "vllm_marlin"
     assert len(linears) == (2 if size.experts else 4) and set(linears.values()) == {of_engine}
     assert experts == ({STACKS[quant.scheme][0]} if size.experts else set())
@@ -231,12 +262,18 @@ def test_the_kernels_on_hopper(resolved: Any, engine: Any, ours: Any) -> None:
         return
     device, group = torch.device("cuda", 0), quant.group_size if quant.scheme == "w4a16" else None
     shapes = {shape for name, shape in size.block_linears(0).items() if ".experts." not in name}
-    chosen = {choose_linear_kernel(quant.scheme, device, shape, group_size=group).kernel.name for shape in shapes}
+    chosen = {
+        choose_linear_kernel(quant.scheme, device, shape, group_size=group).kernel.name
+        for shape in shapes
+    }
     assert chosen == {of_trainer}
     if size.experts:
-        shape = ExpertsShape(text.num_experts, text.num_experts_per_tok, text.hidden_size, text.moe_intermediate_size)
+        shape = ExpertsShape(
+            text.num_experts, text.num_experts_per_tok, text.hidden_size, text.moe_intermediate_size
+        )
         assert (
-            choose_experts_kernel(quant.scheme, device, shape, group_size=group).kernel.name == STACKS[quant.scheme][1]
+            choose_experts_kernel(quant.scheme, device, shape, group_size=group).kernel.name
+            == STACKS[quant.scheme][1]
         )
 
 
@@ -260,10 +297,14 @@ def test_the_checkpoint_engine_is_made(resolved: Any, ours: Any) -> None:
     import_external_libs(config.custom_backend_module or None)
     arguments = config.engine_kwargs.get(config.backend, {})
     buffer = config.update_weights_bucket_megabytes << 20
-    made = CheckpointEngineRegistry.new(config.backend, is_master=True, bucket_size=buffer, **arguments)
+    made = CheckpointEngineRegistry.new(
+        config.backend, is_master=True, bucket_size=buffer, **arguments
+    )
     assert type(made).__name__ == "ColocatedCheckpointEngine"
     assert type(made) is CheckpointEngineManager(config, actor_wg=None, replicas=[]).backend_cls
-    assert get_rollout_class(resolved.actor_rollout_ref.rollout.name, resolved.actor_rollout_ref.rollout.mode)
+    assert get_rollout_class(
+        resolved.actor_rollout_ref.rollout.name, resolved.actor_rollout_ref.rollout.mode
+    )
     size = ModelSize.from_config(model_config(resolved).hf_config)
     assert 2 * size.largest_parameter <= buffer
 
@@ -291,7 +332,9 @@ def test_the_agent_loop_takes_any_tokenizer(resolved: Any) -> None:
 
     model = model_config(resolved)
     loop = hydra.utils.instantiate(
-        config=loops._agent_loop_registry[resolved.actor_rollout_ref.rollout.agent.default_agent_loop],
+        config=loops._agent_loop_registry[
+            resolved.actor_rollout_ref.rollout.agent.default_agent_loop
+        ],
         trainer_config=loops.DictConfigWrap(config=resolved),
         server_manager=None,
         tokenizer=model.tokenizer,

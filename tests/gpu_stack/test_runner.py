@@ -33,7 +33,11 @@ required()
 FAMILIES = {"qwen3": True, "llama": True, "qwen2": False, "qwen3_moe": False}
 """Family -> whether vLLM runs it with Model Runner V2."""
 
-HOW: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, "graphs": {}, "aligned": {"aligned": True}}
+HOW: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "graphs": {},
+    "aligned": {"aligned": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {
         family: save_random_model(
-            folder / family, family, **{k: v for k, v in sizes.items() if (family, k) != ("qwen2", "head_dim")}
+            folder / family,
+            family,
+            **{k: v for k, v in sizes.items() if (family, k) != ("qwen2", "head_dim")},
         )
         for family in FAMILIES
     }
@@ -55,23 +61,38 @@ def test_the_engines_arguments_are_taken(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, family: str, scheme: str, how: str
 ) -> None:
     pretend(monkeypatch, (9, 0))
-    config = engine_config(folders[family], get_scheme(scheme, 128), IGNORE, max_num_seqs=32, **HOW[how])
+    config = engine_config(
+        folders[family], get_scheme(scheme, 128), IGNORE, max_num_seqs=32, **HOW[how]
+    )
     assert config.use_v2_model_runner == FAMILIES[family]
     model, graphs = config.model_config, config.compilation_config.cudagraph_mode
     assert model.logprobs_mode == "processed_logprobs" and model.dtype == torch.bfloat16
     assert (model.quantization == "compressed-tensors") == (scheme != "bf16")
-    compiled = how == "graphs" and scheme in ("bf16", "w4a16")  # there the trainer follows no operator of the engine
-    assert graphs.name == ("NONE" if how == "eager" else "FULL_AND_PIECEWISE" if compiled else "FULL_DECODE_ONLY")
-    assert config.compilation_config.mode == (3 if compiled else 0), "compiled models round differently"
+    compiled = how == "graphs" and scheme in (
+        "bf16",
+        "w4a16",
+    )  # there the trainer follows no operator of the engine
+    assert graphs.name == (
+        "NONE" if how == "eager" else "FULL_AND_PIECEWISE" if compiled else "FULL_DECODE_ONLY"
+    )
+    assert config.compilation_config.mode == (3 if compiled else 0), (
+        "compiled models round differently"
+    )
     assert model.enable_sleep_mode
-    assert (config.attention_config.flash_attn_max_num_splits_for_cuda_graph == 1) == (how == "aligned")
+    assert (config.attention_config.flash_attn_max_num_splits_for_cuda_graph == 1) == (
+        how == "aligned"
+    )
     assert config.scheduler_config.max_num_seqs == 32 and config.model_config.max_model_len == 256
     assert config.load_config.load_format == "dummy"
 
 
-def test_routing_is_returned_by_the_first_runner(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routing_is_returned_by_the_first_runner(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend(monkeypatch, (9, 0))
-    config = engine_config(folders["qwen3_moe"], get_scheme("bf16"), IGNORE, return_routed_experts=True)
+    config = engine_config(
+        folders["qwen3_moe"], get_scheme("bf16"), IGNORE, return_routed_experts=True
+    )
     assert config.model_config.enable_return_routed_experts and not config.use_v2_model_runner
 
 
@@ -87,10 +108,16 @@ def kv_caches_of(config: Any) -> list[Any]:
     caches: list[Any] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         # Metadata builders need a device; the caches do not depend on them.
-        builder = SimpleNamespace(get_cudagraph_support=lambda *args: attn_utils.AttentionCGSupport.ALWAYS)
-        monkeypatch.setattr(AttentionGroup, "create_metadata_builders", lambda self, *args, **kwargs: None)
+        builder = SimpleNamespace(
+            get_cudagraph_support=lambda *args: attn_utils.AttentionCGSupport.ALWAYS
+        )
+        monkeypatch.setattr(
+            AttentionGroup, "create_metadata_builders", lambda self, *args, **kwargs: None
+        )
         monkeypatch.setattr(AttentionGroup, "get_metadata_builder", lambda self, *args: builder)
-        groups, _, block_sizes = attn_utils.init_attn_backend(kv_cache_config, config, torch.device("cpu"))
+        groups, _, block_sizes = attn_utils.init_attn_backend(
+            kv_cache_config, config, torch.device("cpu")
+        )
     attn_utils.init_kv_cache(
         caches,
         config.compilation_config.static_forward_context,
@@ -107,7 +134,10 @@ def kv_caches_of(config: Any) -> list[Any]:
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_publish_after_nan_clears_every_kv_cache(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, family: str, capability: tuple[int, int]
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    capability: tuple[int, int],
 ) -> None:
     """FlashAttention's caches, and on capability 10.0 FlashInfer's."""
     pretend(monkeypatch, capability)
@@ -139,7 +169,11 @@ def test_both_runners_have_what_is_read_from_them() -> None:
 
     for runner in (First, Second):
         source = inspect.getsource(runner)
-        assert "self.kv_caches: list" in source and "self.vllm_config = " in source and hasattr(runner, "get_model")
+        assert (
+            "self.kv_caches: list" in source
+            and "self.vllm_config = " in source
+            and hasattr(runner, "get_model")
+        )
 
 
 def test_the_engine_reaches_its_model_through_these_attributes() -> None:
@@ -153,10 +187,18 @@ def test_the_engine_reaches_its_model_through_these_attributes() -> None:
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     sets = ((LLM, "llm_engine"), (LLMEngine, "engine_core"), (InprocClient, "engine_core"))
-    sets += ((EngineCore, "model_executor"), (UniProcExecutor, "driver_worker"), (WorkerWrapperBase, "worker"))
+    sets += (
+        (EngineCore, "model_executor"),
+        (UniProcExecutor, "driver_worker"),
+        (WorkerWrapperBase, "worker"),
+    )
     for kind, name in sets:
         assert f"self.{name}" in inspect.getsource(kind), f"{kind.__name__}.{name}"
-    assert hasattr(Worker, "get_model") and hasattr(InprocClient, "shutdown") and hasattr(LLM, "reset_prefix_cache")
+    assert (
+        hasattr(Worker, "get_model")
+        and hasattr(InprocClient, "shutdown")
+        and hasattr(LLM, "reset_prefix_cache")
+    )
     assert hasattr(LLM, "get_metrics") and hasattr(LLM, "collective_rpc")
 
 
@@ -168,15 +210,23 @@ def test_sampling_kernels_under_the_interpreter() -> None:
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert run.returncode == 0, run.stderr[-3000:]
     figures = json.loads(run.stdout.splitlines()[-1])
-    assert figures["shape_0"] == [8, 1] and figures["shape_1"] == [8, 2] and figures["top_tokens"] is True
-    assert figures["off_0"] < 1e-5 and figures["off_1"] < 1e-5, "FP32 logits below 10 and a sum over 640 tokens"
+    assert (
+        figures["shape_0"] == [8, 1]
+        and figures["shape_1"] == [8, 2]
+        and figures["top_tokens"] is True
+    )
+    assert figures["off_0"] < 1e-5 and figures["off_1"] < 1e-5, (
+        "FP32 logits below 10 and a sum over 640 tokens"
+    )
     masses = {name: mass for name, mass in figures.items() if name.startswith("kept_otherwise")}
     assert len(masses) == 4 and all(mass < 2e-4 for mass in masses.values()), masses
     assert [mass for name, mass in masses.items() if "0.999" not in name] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("first", "tables"), [("", 1), ("import_flashinfer()", 0)])
-def test_flashinfers_table_is_on_the_default_device_unless_imported_first(first: str, tables: int) -> None:
+def test_flashinfers_table_is_on_the_default_device_unless_imported_first(
+    first: str, tables: int
+) -> None:
     """The default device stands for the engine's memory while vLLM loads a model. If the first case finds no table,
     `import_flashinfer` is no longer needed."""
     code = f"""
@@ -188,5 +238,7 @@ with torch.device("meta"):
 modules = [module for name, module in sys.modules.items() if name.startswith("flashinfer")]
 print(sum(isinstance(value, torch.Tensor) and value.is_meta for module in modules for value in vars(module).values()))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
     assert done.stdout.split()[-1:] == [str(tables)], done.stderr

@@ -44,7 +44,8 @@ SIGNATURE_IN_NEW = (
 USES = [
     use
     for use in package_uses()
-    if use.package not in NOT_LOCKED and not use.target.startswith("torch.ops.qarl.")  # QaRL's own operator
+    if use.package not in NOT_LOCKED
+    and not use.target.startswith("torch.ops.qarl.")  # QaRL's own operator
 ]
 NAMES = sorted({use.target for use in USES if not use.target.startswith(CPU_ONLY + NEWER_VLLM)})
 CALLS = sorted(
@@ -72,7 +73,9 @@ def test_the_arguments_are_taken(use: Use) -> None:
 
 PLUGIN = ROOT / "qarl" / "verl"
 PLUGINS = sorted(
-    path.stem for path in PLUGIN.glob("*.py") if path.stem not in ("__init__", "cpu_platform", "entry_point")
+    path.stem
+    for path in PLUGIN.glob("*.py")
+    if path.stem not in ("__init__", "cpu_platform", "entry_point")
 )
 
 
@@ -80,7 +83,9 @@ PLUGINS = sorted(
 def test_what_the_verl_plugin_replaces_is_there_to_be_replaced(module: str) -> None:
     """A method that overrides one of verl's (or vLLM's) takes every argument that its caller gives."""
     loaded = importlib.import_module(f"qarl.verl.{module}")
-    classes = [c for c in vars(loaded).values() if inspect.isclass(c) and c.__module__ == loaded.__name__]
+    classes = [
+        c for c in vars(loaded).values() if inspect.isclass(c) and c.__module__ == loaded.__name__
+    ]
     for kind, name, own, base in overrides(classes):
         if not inspect.isfunction(base):
             continue
@@ -89,5 +94,9 @@ def test_what_the_verl_plugin_replaces_is_there_to_be_replaced(module: str) -> N
         takes_any = any(p.kind is p.VAR_KEYWORD for p in ours.values())
         lacking = [p for p in theirs if p not in ours and theirs[p].kind not in (2, 4)]
         assert takes_any or not lacking, f"{kind.__name__}.{name} does not take {lacking}"
-        extra = [p for p in ours if p not in theirs and ours[p].default is ours[p].empty and ours[p].kind not in (2, 4)]
+        extra = [
+            p
+            for p in ours
+            if p not in theirs and ours[p].default is ours[p].empty and ours[p].kind not in (2, 4)
+        ]
         assert not extra, f"{kind.__name__}.{name} needs {extra}, which verl does not give"

@@ -33,7 +33,12 @@ def test_the_reward() -> None:
     reward = get_reward_fn(str(ROOT / "examples/own_reward.py:short_and_right"))
 
     def score(response: str) -> float:
-        row = {"data_source": "", "solution_str": response, "ground_truth": "12", "extra_info": None}
+        row = {
+            "data_source": "",
+            "solution_str": response,
+            "ground_truth": "12",
+            "extra_info": None,
+        }
         return float(reward(**row))
 
     assert score("5+7=12") == 1 and score("5+7=13") == 0

@@ -34,7 +34,9 @@ print(os.environ["VLLM_LOGGING_LEVEL"])
 
 @pytest.mark.vllm
 def test_vllms_warnings_that_change_results_are_seen_and_its_noise_is_not() -> None:
-    noise = [(name, f"{start} and so on") for name, starts in VLLM_NOISE.items() for start in starts]
+    noise = [
+        (name, f"{start} and so on") for name, starts in VLLM_NOISE.items() for start in starts
+    ]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     command = [sys.executable, "-c", LOGGED, json.dumps(noise)]
     done = subprocess.run(command, env=inherited, capture_output=True, text=True, check=True)
@@ -82,7 +84,9 @@ def test_the_rule_for_devices_is_that_of_the_installed_vllm() -> None:
 
 
 @pytest.mark.parametrize("backend", ["local", "verl"])
-def test_an_engine_without_a_device_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_a_device_is_refused(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(GPU_WHEEL, monkeypatch)
     monkeypatch.setattr(process.sys, "platform", "linux")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

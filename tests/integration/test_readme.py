@@ -69,7 +69,9 @@ def figure(value: float) -> str:
 
 
 def runs_of(file: str, name: str) -> list[dict[str, Any]]:
-    runs: list[dict[str, Any]] = json.loads((RESULTS / file).read_text(encoding="utf-8"))["runs"][name]
+    runs: list[dict[str, Any]] = json.loads((RESULTS / file).read_text(encoding="utf-8"))["runs"][
+        name
+    ]
     return runs
 
 
@@ -93,9 +95,13 @@ def test_the_table_is_that_of_the_results(row: str, file: str, name: str) -> Non
 
 def test_the_default_is_that_of_the_results() -> None:
     """Seed 0 is the quickstart's own run."""
-    quickstart = json.loads((RESULTS / "quickstart_cpu.json").read_text(encoding="utf-8"))["summary"]
+    quickstart = json.loads((RESULTS / "quickstart_cpu.json").read_text(encoding="utf-8"))[
+        "summary"
+    ]
     runs = [quickstart, *runs_of("seeds_model_cpu.json", "w4a16-model")]
     assert {(run["mismatch_abs_mean"], run["mismatch_k3_mean"]) for run in runs} == {(0, 0)}
     before, after = (mean(run[f"accuracy_{when}"] for run in runs) for when in ("before", "after"))
-    row = f"| `quant.align=model`: the default | 0 | 0 | {before:.1%} to {after:.1%} (three seeds) |"
+    row = (
+        f"| `quant.align=model`: the default | 0 | 0 | {before:.1%} to {after:.1%} (three seeds) |"
+    )
     assert row in README.splitlines()

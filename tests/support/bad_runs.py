@@ -56,7 +56,9 @@ def edit_model_config(**changes: Any) -> None:
 def hide_package(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == hidden else find_spec(name, *rest)
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == hidden else find_spec(name, *rest),
     )
 
 
@@ -66,7 +68,10 @@ REWARD_FAULTS = {
         ["score", "ZeroDivisionError", "row 0"],
     ),
     "wrong signature": ("def score(answer): return 1.0", ["raised TypeError", "data_source"]),
-    "no such function": ("def scores(**kwargs): return 1.0", ["rewards.py", "its functions: scores"]),
+    "no such function": (
+        "def scores(**kwargs): return 1.0",
+        ["rewards.py", "its functions: scores"],
+    ),
 }
 
 

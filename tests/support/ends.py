@@ -88,7 +88,9 @@ def expected_accuracies(shape: str) -> dict[str, float | None]:
     if shape != "several sources":
         return {"accuracy_after": 0.5}
     figures = {"openai/gsm8k": 0.5, "two words": 0.5, "''": 1.0}
-    expected: dict[str, float | None] = {f"accuracy_after/{source}": figure for source, figure in figures.items()}
+    expected: dict[str, float | None] = {
+        f"accuracy_after/{source}": figure for source, figure in figures.items()
+    }
     return expected | {"accuracy_after": 2 / 3}
 
 
@@ -101,7 +103,9 @@ def check_end(run_dir: Path, end: End, shape: str, code: int, printed: str) -> N
     assert end.said in printed
     summary = json.loads((run_dir / "summary.json").read_text(), parse_constant=_refuse)
     assert summary["finished"] is end.finished and summary["interrupted"] is (end.code == 130)
-    assert (summary["failed"] is None) if end.failed is None else end.failed in summary["failed"], summary
+    assert (summary["failed"] is None) if end.failed is None else end.failed in summary["failed"], (
+        summary
+    )
     assert (run_dir / "export" / "model.safetensors").is_file() is end.export
     assert (summary.get("checkpoint") == str(run_dir / "export")) is end.export
     if not end.export:

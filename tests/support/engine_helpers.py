@@ -15,7 +15,9 @@ SCHEME = get_scheme("w4a16", group_size=32)
 PROMPTS = [[3 + i % 7, 5, 8 + i % 11, 4] for i in range(16)]
 
 
-def load_model(folder: Path, *, noise_seed: int | None = None, scheme: Scheme = SCHEME, kernels: str = "engine") -> Any:
+def load_model(
+    folder: Path, *, noise_seed: int | None = None, scheme: Scheme = SCHEME, kernels: str = "engine"
+) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -28,11 +30,18 @@ def load_model(folder: Path, *, noise_seed: int | None = None, scheme: Scheme = 
     return model
 
 
-def greedy(engine: RolloutEngine, max_tokens: int = 24) -> tuple[list[list[int]], list[list[float]]]:
+def greedy(
+    engine: RolloutEngine, max_tokens: int = 24
+) -> tuple[list[list[int]], list[list[float]]]:
     batch = engine.generate(PROMPTS, SamplingConfig(max_tokens, temperature=0.0))
     return batch.response_token_ids, batch.rollout_log_probs
 
 
 def config(tmp_path: Path, *overrides: str) -> Config:
-    arguments = ["config=quickstart.yaml", f"output_dir={tmp_path}", "rollout.cpu_kvcache_space_gib=0.25", *overrides]
+    arguments = [
+        "config=quickstart.yaml",
+        f"output_dir={tmp_path}",
+        "rollout.cpu_kvcache_space_gib=0.25",
+        *overrides,
+    ]
     return load_config(arguments)

@@ -18,7 +18,11 @@ SHAPE = ExpertsShape(experts=5, top_k=2, hidden=96, intermediate=64)
 def stacked(weights: torch.Tensor, scheme: str, group_size: int = 32) -> dict[str, torch.Tensor]:
     """The wire tensors of [E, N, K]."""
     each = [quantize(weight, get_scheme(scheme, group_size)).tensors for weight in weights]
-    return {name: torch.stack([tensors[name] for tensors in each]) for name in each[0] if name != "weight_shape"}
+    return {
+        name: torch.stack([tensors[name] for tensors in each])
+        for name in each[0]
+        if name != "weight_shape"
+    }
 
 
 def make(shape: ExpertsShape = SHAPE, tokens: int = 23) -> tuple[torch.Tensor, ...]:
@@ -35,7 +39,13 @@ def make(shape: ExpertsShape = SHAPE, tokens: int = 23) -> tuple[torch.Tensor, .
 
 
 def exact(
-    scheme: str, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w1: Any, w2: Any, int8: Any = quantize_int8
+    scheme: str,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    w1: Any,
+    w2: Any,
+    int8: Any = quantize_int8,
 ) -> torch.Tensor:
     """float64, with the forward's roundings to BF16 and to 8 bits, which gradients pass straight through.
 
@@ -61,13 +71,17 @@ def exact(
     return out
 
 
-def exact_bf16(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w1: Any, w2: Any) -> torch.Tensor:
+def exact_bf16(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w1: Any, w2: Any
+) -> torch.Tensor:
     """float64, rounded to BF16 after silu(gate) * up alone."""
     out = torch.zeros_like(x)
     for place in range(ids.shape[1]):
         for token, expert in enumerate(ids[:, place].tolist()):
             gate, up = (w1[expert] @ x[token]).chunk(2)
-            out[token] += w2[expert] @ (F.silu(gate) * up).bfloat16().double() * weights[token, place]
+            out[token] += (
+                w2[expert] @ (F.silu(gate) * up).bfloat16().double() * weights[token, place]
+            )
     return out
 
 
@@ -79,4 +93,6 @@ def exact_weight(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def off(tensor: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((tensor.detach().double() - expected.detach()).norm() / expected.detach().double().norm())
+    return float(
+        (tensor.detach().double() - expected.detach()).norm() / expected.detach().double().norm()
+    )

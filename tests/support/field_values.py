@@ -47,7 +47,10 @@ TABLE: dict[str, tuple[list[Any], list[Any]]] = {
     "null in a list": ([["a", None], [None]],) * 2,
     "dicts": ([{"a": "1", "b": ["2024-01-01"]}, {"a": "x", "b": []}],) * 2,
     "a null entry": ([{"a": None, "b": 1}, {"a": "x", "b": 2}],) * 2,
-    "missing keys": ([{"a": "1"}, {"b": {"c": 1}}], [{"a": "1", "b": None}, {"a": None, "b": {"c": 1}}]),
+    "missing keys": (
+        [{"a": "1"}, {"b": {"c": 1}}],
+        [{"a": "1", "b": None}, {"a": None, "b": {"c": 1}}],
+    ),
     "missing keys deep in a list": (
         [[{"in": "1", "out": "2"}, {"in": "3"}], []],
         [[{"in": "1", "out": "2"}, {"in": "3", "out": None}], []],

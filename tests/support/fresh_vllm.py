@@ -48,7 +48,12 @@ def _forking_process() -> subprocess.Popen[str]:
 
 
 def greedy_in_a_fresh_vllm(
-    folder: Path, prompts: list[list[int]], *, max_tokens: int, max_model_len: int, adapter: Path | None = None
+    folder: Path,
+    prompts: list[list[int]],
+    *,
+    max_tokens: int,
+    max_model_len: int,
+    adapter: Path | None = None,
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Greedy tokens and log-probs from a vLLM in a process that knows nothing of QaRL and loads `folder` as it is, and
     the adapter in the folder `adapter`."""

@@ -18,10 +18,20 @@ from qarl.tbpo import TBPOConfig, reduce_metrics, tbpo_loss
 from qarl.trainer.batch import Batch
 from qarl.trainer.policy import Policy
 
-QUANT = {"scheme": "w4a16", "group_size": 32, "ignore": ["lm_head"], "align": "model", "mismatch_limit": 100.0}
+QUANT = {
+    "scheme": "w4a16",
+    "group_size": 32,
+    "ignore": ["lm_head"],
+    "align": "model",
+    "mismatch_limit": 100.0,
+}
 
 
-BANDS = {"seq_clip_ratio_high": 0.02, "neg_seq_clip_ratio_low": 0.02, "neg_seq_clip_ratio_high": 0.02}
+BANDS = {
+    "seq_clip_ratio_high": 0.02,
+    "neg_seq_clip_ratio_low": 0.02,
+    "neg_seq_clip_ratio_high": 0.02,
+}
 
 
 OURS = {"optimizer_impl": "qarl.optim.muon_adamw", "optimizer": "MuonAdamW", "weight_decay": 0.1}
@@ -49,7 +59,12 @@ def make_rows(model: str) -> dict[str, torch.Tensor]:
     for i in range(8):
         ids[i, prompts[i] + lengths[i] :] = 2
         responses[i, : lengths[i]] = ids[i, prompts[i] : prompts[i] + lengths[i]]
-    rows = {"input_ids": ids, "responses": responses, "response_mask": mask, "prompt_lengths": prompts}
+    rows = {
+        "input_ids": ids,
+        "responses": responses,
+        "response_mask": mask,
+        "prompt_lengths": prompts,
+    }
     rows |= {"response_lengths": lengths, "advantages": torch.randn(8, generator=random)}
     rows["advantages"][3] = 0.0
     with torch.no_grad():
@@ -67,16 +82,29 @@ def short_rows() -> dict[str, torch.Tensor]:
     ids = torch.randint(3, 64, (64, 19), generator=random)
     mask = torch.arange(16)[None, :] < lengths[:, None]
     ids[:, 3:] = ids[:, 3:].masked_fill(~mask, 2)
-    rows = {"input_ids": ids, "responses": ids[:, 3:] * mask, "response_mask": mask, "response_lengths": lengths}
-    rows |= {"prompt_lengths": torch.full((64,), 3), "advantages": torch.randn(64, generator=random)}
-    return rows | {"old_log_probs": torch.zeros(64, 16), "rollout_log_probs": torch.full((64, 16), -1.0)}
+    rows = {
+        "input_ids": ids,
+        "responses": ids[:, 3:] * mask,
+        "response_mask": mask,
+        "response_lengths": lengths,
+    }
+    rows |= {
+        "prompt_lengths": torch.full((64,), 3),
+        "advantages": torch.randn(64, generator=random),
+    }
+    return rows | {
+        "old_log_probs": torch.zeros(64, 16),
+        "rollout_log_probs": torch.full((64, 16), -1.0),
+    }
 
 
 LORA = {"r": 8, "alpha": 16}
 
 
 def load_policy(model: str, scheme: str = "w4a16", lora: dict[str, int] | None = None) -> Policy:
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
     adapters = partial(Adapters, config=LoraConfig(**cast(Any, lora or {})), seed=42, base=model)
     options: dict[str, Any] = {"align": "model", "adapters": adapters if lora else None}
     policy = Policy(loaded, get_scheme(scheme, group_size=32), ("lm_head",), **options)
@@ -92,7 +120,11 @@ def draw_b(adapters: Adapters, seed: int = 7) -> None:
     for layer in adapters.layers.values():
         b = layer.lora_B
         drawn = (torch.randn(b.shape, generator=generator) / 8).bfloat16().to(b.dtype)
-        b.copy_(distribute_tensor(drawn, b.device_mesh, b.placements) if isinstance(b, DTensor) else drawn)
+        b.copy_(
+            distribute_tensor(drawn, b.device_mesh, b.placements)
+            if isinstance(b, DTensor)
+            else drawn
+        )
 
 
 def as_batch(rows: dict[str, torch.Tensor]) -> Batch:
@@ -104,7 +136,10 @@ def as_batch(rows: dict[str, torch.Tensor]) -> Batch:
 
 
 def local_update(
-    model: str, rows: dict[str, torch.Tensor], scheme: str = "w4a16", lora: dict[str, int] | None = None
+    model: str,
+    rows: dict[str, torch.Tensor],
+    scheme: str = "w4a16",
+    lora: dict[str, int] | None = None,
 ) -> tuple[float, dict, dict, Policy]:
     """The local backend's loss, gradients and metrics of the rows, in one micro-batch, and its policy."""
     policy = load_policy(model, scheme, lora)
@@ -117,7 +152,9 @@ def local_update(
     return loss.item(), gradients, reduce_metrics([statistics]), policy
 
 
-def assert_same_gradients(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same_gradients(
+    gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
     """Within one BF16 step of the largest element, because gradients of parts are rounded before they are added."""
     assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -127,7 +164,13 @@ def assert_same_gradients(gradients: dict[str, torch.Tensor], expected: dict[str
 
 
 def run_engine(
-    folder: Path, world: int, model: str, rows: dict[str, torch.Tensor], jobs: list[dict], *, timeout: float = 300
+    folder: Path,
+    world: int,
+    model: str,
+    rows: dict[str, torch.Tensor],
+    jobs: list[dict],
+    *,
+    timeout: float = 300,
 ) -> list[dict]:
     inputs, output = folder / f"jobs{world}.pt", folder / f"output{world}.pt"
     torch.save({"model": model, "rows": rows, "jobs": jobs}, inputs)

@@ -42,7 +42,11 @@ def why_not() -> str | None:
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         version = "none"
-    return None if version == locked_vllm() else f"needs vllm {locked_vllm()}, not {version}: run make test-gpu-stack"
+    return (
+        None
+        if version == locked_vllm()
+        else f"needs vllm {locked_vllm()}, not {version}: run make test-gpu-stack"
+    )
 
 
 def required() -> None:
@@ -68,10 +72,14 @@ def _built() -> Path:
     stub = Path(sys.prefix) / "libcuda_stub" / "libcuda.so.1"
     if not stub.exists():
         stub.parent.mkdir(exist_ok=True)
-        source = "".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in driver_functions())
+        source = "".join(
+            f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in driver_functions()
+        )
         options = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
         made = stub.with_name(f"libcuda.{id(stub)}.so")  # a second process may be building it too
-        subprocess.run(["gcc", *options, "-x", "c", "-", "-o", str(made)], input=source, text=True, check=True)
+        subprocess.run(
+            ["gcc", *options, "-x", "c", "-", "-o", str(made)], input=source, text=True, check=True
+        )
         made.rename(stub)
     return stub
 

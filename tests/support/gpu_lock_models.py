@@ -34,7 +34,10 @@ def process_groups(config: Any) -> Iterator[None]:
     """vLLM's process groups, with one rank, for as long as models are built and loaded."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+    from vllm.distributed.parallel_state import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+    )
 
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
         init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
@@ -54,7 +57,9 @@ def engine_config(folder: Path, scheme: Scheme, ignore: tuple[str, ...], **argum
     from qarl.rollout.engine_config import EngineConfig, llm_arguments
 
     check_linears_loaded(arguments.get("kernels", "engine"))
-    engine_arguments = llm_arguments(EngineConfig(str(folder), scheme, ignore, max_model_len=256, **arguments))
+    engine_arguments = llm_arguments(
+        EngineConfig(str(folder), scheme, ignore, max_model_len=256, **arguments)
+    )
     config = EngineArgs(**engine_arguments).create_engine_config()
     config.device_config.device = CPU
     return config
@@ -67,7 +72,12 @@ def build(config: Any, device: torch.device = CPU) -> Any:
 
     config.compilation_config.static_forward_context.clear()
     config.compilation_config.static_all_moe_layers.clear()
-    with _kernels_of(config), default_dtype_kept(), set_default_torch_dtype(config.model_config.dtype), device:
+    with (
+        _kernels_of(config),
+        default_dtype_kept(),
+        set_default_torch_dtype(config.model_config.dtype),
+        device,
+    ):
         return initialize_model(config)
 
 
@@ -103,22 +113,45 @@ def stand_in_operators() -> Any:
         return (words ^ (place * 2654435)).reshape(shape).contiguous()
 
     def gptq_marlin_repack(
-        b_q_weight: torch.Tensor, perm: torch.Tensor, size_k: Any, size_n: Any, num_bits: int, is_a_8bit: bool
+        b_q_weight: torch.Tensor,
+        perm: torch.Tensor,
+        size_k: Any,
+        size_n: Any,
+        num_bits: int,
+        is_a_8bit: bool,
     ) -> torch.Tensor:
         # not before vLLM's platform is replaced
-        from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_weight_perm, marlin_weights
+        from vllm.model_executor.layers.quantization.utils.marlin_utils_test import (
+            get_weight_perm,
+            marlin_weights,
+        )
 
         assert (
-            b_q_weight.shape == (size_k // 8, size_n) and b_q_weight.is_contiguous() and b_q_weight.dtype == torch.int32
+            b_q_weight.shape == (size_k // 8, size_n)
+            and b_q_weight.is_contiguous()
+            and b_q_weight.dtype == torch.int32
         )
-        assert num_bits == 4 and not perm.numel() and not is_a_8bit and not (size_k % 16 or size_n % 64)
+        assert (
+            num_bits == 4
+            and not perm.numel()
+            and not is_a_8bit
+            and not (size_k % 16 or size_n % 64)
+        )
         nibbles = torch.arange(0, 32, 4, dtype=torch.int32)
         codes = (b_q_weight[:, None] >> nibbles[:, None] & 15).reshape(size_k, size_n)
-        made: torch.Tensor = marlin_weights(codes, size_k, size_n, num_bits, get_weight_perm(num_bits))
+        made: torch.Tensor = marlin_weights(
+            codes, size_k, size_n, num_bits, get_weight_perm(num_bits)
+        )
         return made
 
-    def machete_prepack_b(b: torch.Tensor, a_type: Any, b_type: int, group_scales_type: Any) -> torch.Tensor:
-        assert b.stride(0) == 1 and b.dtype == torch.int32 and a_type == group_scales_type == torch.bfloat16
+    def machete_prepack_b(
+        b: torch.Tensor, a_type: Any, b_type: int, group_scales_type: Any
+    ) -> torch.Tensor:
+        assert (
+            b.stride(0) == 1
+            and b.dtype == torch.int32
+            and a_type == group_scales_type == torch.bfloat16
+        )
         return marked(b, tuple(b.shape))
 
     library.impl("gptq_marlin_repack", gptq_marlin_repack, "CPU")
@@ -127,7 +160,14 @@ def stand_in_operators() -> Any:
 
 
 NOT_SEARCHED = (ModuleType, type, str, bytes, int, float, complex, torch.dtype, torch.device)
-OUTSIDE = ("vllm.config", "vllm.distributed", "vllm.platforms", "transformers", "torch.distributed", "weakref")
+OUTSIDE = (
+    "vllm.config",
+    "vllm.distributed",
+    "vllm.platforms",
+    "transformers",
+    "torch.distributed",
+    "weakref",
+)
 
 
 def tensors_of(model: nn.Module) -> dict[int, torch.Tensor]:
@@ -138,7 +178,11 @@ def tensors_of(model: nn.Module) -> dict[int, torch.Tensor]:
     stack: list[Any] = list(model.modules())
     while stack:
         value = stack.pop()
-        if id(value) in seen or isinstance(value, NOT_SEARCHED) or type(value).__module__.startswith(OUTSIDE):
+        if (
+            id(value) in seen
+            or isinstance(value, NOT_SEARCHED)
+            or type(value).__module__.startswith(OUTSIDE)
+        ):
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
@@ -170,13 +214,23 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for owner, module in model.named_modules():
         for members in (module._parameters, module._buffers):
-            named = ((name, tensor) for name, tensor in members.items() if not name.endswith("weight_shape"))
+            named = (
+                (name, tensor)
+                for name, tensor in members.items()
+                if not name.endswith("weight_shape")
+            )
             tensors |= {f"{owner}.{name}": tensor for name, tensor in named if tensor is not None}
         holders = {"": module, "quant_method.": getattr(module, "quant_method", None)}
         scheme = getattr(module, "scheme", None)
         holders |= {"scheme.": scheme}
-        holders |= {f"{kernel}.": getattr(scheme, kernel, None) for kernel in ("kernel", "fp8_linear")}
+        holders |= {
+            f"{kernel}.": getattr(scheme, kernel, None) for kernel in ("kernel", "fp8_linear")
+        }
         for prefix, holder in holders.items():
             values = getattr(holder, "__dict__", {}).items()
-            tensors |= {f"{owner}.{prefix}{name}": value for name, value in values if isinstance(value, torch.Tensor)}
+            tensors |= {
+                f"{owner}.{prefix}{name}": value
+                for name, value in values
+                if isinstance(value, torch.Tensor)
+            }
     return {name: tensor for name, tensor in tensors.items() if tensor.device.type != "meta"}

@@ -26,10 +26,17 @@ class Trainer:
     ) -> None:
         self.config, self.step, self.exports = settings, 0, 0
         self.warnings = ["the mismatch is over its limit"]
-        self.timer, self.published, self.full, self.on_step = PhaseTimer(None), published, full, on_step
+        self.timer, self.published, self.full, self.on_step = (
+            PhaseTimer(None),
+            published,
+            full,
+            on_step,
+        )
         self.parts = SimpleNamespace(val_prompts=[1])
         model = SimpleNamespace(config=None)
-        self.policy = SimpleNamespace(report="", align="off", save=self.save, model=model, adapters=None)
+        self.policy = SimpleNamespace(
+            report="", align="off", save=self.save, model=model, adapters=None
+        )
         self.optimizer, self.tokenizer = SimpleNamespace(state_dict=dict), None
 
     def publish(self) -> PublishReport:
@@ -45,7 +52,9 @@ class Trainer:
 
     def save(self, folder: Path, tokenizer: Any) -> Path:
         if self.full:
-            raise StorageError(f"{folder} could not be written", why="File too large", fix="free some space")
+            raise StorageError(
+                f"{folder} could not be written", why="File too large", fix="free some space"
+            )
         self.exports += 1
         return folder
 
@@ -57,7 +66,9 @@ class Checkpoints:
     def resumed(self, tracker: Tracker) -> None:
         pass
 
-    def after_step(self, metrics: dict[str, float], tracker: Tracker, *, stopped: bool) -> dict[str, float]:
+    def after_step(
+        self, metrics: dict[str, float], tracker: Tracker, *, stopped: bool
+    ) -> dict[str, float]:
         self.after.append(stopped)
         return {}
 

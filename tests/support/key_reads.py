@@ -38,7 +38,9 @@ def traced() -> Iterator[dict[str, set[str]]]:
             file = sys._getframe(1).f_code.co_filename
             for section, kind in KINDS.items():
                 # The settings of an objective inherit keys of the section actor.
-                if file.startswith(PACKAGE) and any(name in base.model_fields for base in shared(type(self), kind)):
+                if file.startswith(PACKAGE) and any(
+                    name in base.model_fields for base in shared(type(self), kind)
+                ):
                     reads[f"{section}.{name}" if section else name].add(file.removeprefix(PACKAGE))
         return object.__getattribute__(self, name)
 
@@ -85,9 +87,13 @@ class AnsweringEngine:
     def sleep(self) -> None:
         return None
 
-    def generate(self, prompts: list[list[int]], sampling: Any, seeds: list[int] | None = None) -> RolloutBatch:
+    def generate(
+        self, prompts: list[list[int]], sampling: Any, seeds: list[int] | None = None
+    ) -> RolloutBatch:
         if AnsweringEngine.fails:
             AnsweringEngine.fails = False
             raise EngineFailed("made to fail", why="a test")
         rows = [[3 + i % 50, 4, 1] for i in range(len(prompts))]
-        return RolloutBatch(prompts, rows, [[-4.0] * 3 for _ in rows], ["stop"] * len(rows), self.weight_version)
+        return RolloutBatch(
+            prompts, rows, [[-4.0] * 3 for _ in rows], ["stop"] * len(rows), self.weight_version
+        )

@@ -12,10 +12,15 @@ from qarl.process import configure_vllm_process
 
 def random_stack(experts: int, rows: int, columns: int, group_size: int) -> dict[str, torch.Tensor]:
     packed = torch.randint(-(2**31), 2**31, (experts, rows, columns // 8)).to(torch.int32)
-    return {"weight_packed": packed, "weight_scale": torch.randn(experts, rows, columns // group_size).bfloat16()}
+    return {
+        "weight_packed": packed,
+        "weight_scale": torch.randn(experts, rows, columns // group_size).bfloat16(),
+    }
 
 
-def vllm_layout(tensors: dict[str, torch.Tensor], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def vllm_layout(
+    tensors: dict[str, torch.Tensor], group_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes int32 [E, K/16, 2N] and scales [E, K/g, N] from stacked wire tensors."""
     utils, for_tests = _modules()
     weights: list[torch.Tensor] = []

@@ -27,7 +27,12 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3, tied": (transformers.Qwen3Config, {"tie_word_embeddings": True, "head_dim": 32}),
     "qwen3-moe": (
         transformers.Qwen3MoeConfig,
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 4},
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 4,
+        },
     ),
     "qwen3-moe, some layers dense": (
         transformers.Qwen3MoeConfig,

@@ -31,9 +31,14 @@ def random_rows(seed: int = 0) -> dict[str, torch.Tensor]:
 
 WIDE = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1}
 LOSS_KEYS: dict[str, list[dict[str, Any]]] = {
-    "tbpo": [{"seq_clip_ratio_high": 0.1, "neg_seq_clip_ratio_low": 0.1, "neg_seq_clip_ratio_high": 0.2}],
+    "tbpo": [
+        {"seq_clip_ratio_high": 0.1, "neg_seq_clip_ratio_low": 0.1, "neg_seq_clip_ratio_high": 0.2}
+    ],
     "grpo": [{}, WIDE, *({"loss_agg_mode": mode} for mode in ("seq-mean-token-sum", "token-mean"))],
-    "dual_clip": [{"clip_ratio_c": 1.2}, {"clip_ratio_c": 1.1, "loss_agg_mode": "seq-mean-token-sum-norm"}],
+    "dual_clip": [
+        {"clip_ratio_c": 1.2},
+        {"clip_ratio_c": 1.1, "loss_agg_mode": "seq-mean-token-sum-norm"},
+    ],
     "gspo": [{}, WIDE],
     "mis_gspo": [{}, WIDE | {"mis_imp_ratio_cap": 1.1}],
     "positive_only": [{}, WIDE],
@@ -69,14 +74,22 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
         for level in ("token", "sequence", "geometric")
         for mode in ("truncate", "clip", "mask", "icepop")
     },
-    "weight_token_icepop_bounds": weighted("token", "icepop", rollout_is_threshold=1.5, rollout_is_threshold_lower=0.9),
+    "weight_token_icepop_bounds": weighted(
+        "token", "icepop", rollout_is_threshold=1.5, rollout_is_threshold_lower=0.9
+    ),
     **{
         f"weight_{level}_{mode}_normalised": weighted(level, mode, rollout_is_batch_normalize=True)
-        for level, modes in {"token": "truncate clip", "sequence": "truncate icepop", "geometric": "truncate"}.items()
+        for level, modes in {
+            "token": "truncate clip",
+            "sequence": "truncate icepop",
+            "geometric": "truncate",
+        }.items()
         for mode in modes.split()
     },
     **{f"rs_{option}": rejected(option, bound=bound) for option, bound in REJECTIONS.items()},
-    "rs_seq_mean_k1_two_sided": rejected("seq_mean_k1", bound=0.1, rollout_rs_threshold_lower=-0.05),
+    "rs_seq_mean_k1_two_sided": rejected(
+        "seq_mean_k1", bound=0.1, rollout_rs_threshold_lower=-0.05
+    ),
     "rs_seq_two": rejected("seq_mean_k1", "seq_max_k3", bound=[0.1, 0.15]),
     "rs_seq_one_bound_for_two": rejected("seq_mean_k2", "seq_max_k3", bound=0.15),
     "rs_seq_sum_k3_ppo": SRS_PPO,
@@ -84,7 +97,10 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     # arXiv 2605.14220, equations 8 to 11.
     "bypass_srs_k3_corr": SRS_CORR | {"bypass_mode": True},
     "bypass_srs_k3_ppo": SRS_PPO | {"bypass_mode": True},
-    **{f"weight_tis_srs_{k}_corr": rejected(f"seq_sum_{k}", bound=0.2, rollout_is="token") for k in ("k1", "k3")},
+    **{
+        f"weight_tis_srs_{k}_corr": rejected(f"seq_sum_{k}", bound=0.2, rollout_is="token")
+        for k in ("k1", "k3")
+    },
 }
 
 
@@ -96,8 +112,15 @@ def run_config(
     **actor: Any,
 ) -> Config:
     """The config of a run with these keys; `actor`: of the section actor."""
-    batch = {"ppo_mini_batch_size": 6, "ppo_micro_batch_size_per_gpu": 1, "log_prob_micro_batch_size_per_gpu": 1}
-    lengths = {"max_prompt_length": 4, "max_response_length": T + 3}  # the longest response of a batch may be shorter
+    batch = {
+        "ppo_mini_batch_size": 6,
+        "ppo_micro_batch_size_per_gpu": 1,
+        "log_prob_micro_batch_size_per_gpu": 1,
+    }
+    lengths = {
+        "max_prompt_length": 4,
+        "max_response_length": T + 3,
+    }  # the longest response of a batch may be shorter
     return build_config(
         {
             "name": "objectives",
@@ -116,7 +139,9 @@ def run_config(
 def parts(count: int) -> list[torch.Tensor]:
     """The rows of a mini-batch in `count` micro-batches of unequal size; more than one in another order."""
     order = torch.randperm(B, generator=torch.Generator().manual_seed(count))
-    return [torch.arange(B)] if count == 1 else list(order.tensor_split([2, *range(4, 2 * count, 2)]))
+    return (
+        [torch.arange(B)] if count == 1 else list(order.tensor_split([2, *range(4, 2 * count, 2)]))
+    )
 
 
 def call(
@@ -125,7 +150,9 @@ def call(
     """Loss, gradient and statistics of a mini-batch, as the local backend sums them over its micro-batches."""
     settings = objective_settings(config)
     mask = rows["response_mask"]
-    weight = correction_weights(rows["old_log_prob"], rows["rollout_log_prob"], mask, settings.correction)
+    weight = correction_weights(
+        rows["old_log_prob"], rows["rollout_log_prob"], mask, settings.correction
+    )
     total, gradient, all_statistics = 0.0, torch.zeros(mask.shape), []
     for part in micro_batches:
         tensors: dict[str, Any] = {name: tensor[part] for name, tensor in rows.items()}

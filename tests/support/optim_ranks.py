@@ -22,7 +22,10 @@ RANKS, STEPS, RESUMED_AFTER = 4, 3, 2
 SHAPES = {
     "model.embed_tokens.weight": (21, 16),
     "model.layers.0.self_attn.q_proj.weight": (24, 16),
-    "model.layers.0.self_attn.k_proj.weight": (7, 16),  # uneven, and the fourth rank has a single row
+    "model.layers.0.self_attn.k_proj.weight": (
+        7,
+        16,
+    ),  # uneven, and the fourth rank has a single row
     "model.layers.0.self_attn.o_proj.weight": (16, 24),
     "model.layers.0.self_attn.v_proj.weight": (7, 16),  # the shape of k_proj
     "model.layers.0.mlp.gate.weight": (2, 16),  # fewer rows than ranks
@@ -46,7 +49,9 @@ def values(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=random).to(dtype) for name, shape in SHAPES.items()}
 
 
-def train(dtype: torch.dtype, settings: dict[str, Any], mesh: DeviceMesh | None, *, resume: bool) -> Any:
+def train(
+    dtype: torch.dtype, settings: dict[str, Any], mesh: DeviceMesh | None, *, resume: bool
+) -> Any:
     """Return the whole parameters and states after `STEPS` updates. `mesh`: None for plain tensors.
 
     `resume`: continue with a new optimizer, from the saved state, after `RESUMED_AFTER` of them.
@@ -57,11 +62,16 @@ def train(dtype: torch.dtype, settings: dict[str, Any], mesh: DeviceMesh | None,
             return tensor
         return distribute_tensor(tensor, mesh, [Replicate()] * (mesh.ndim - 1) + [Shard(0)])
 
-    parameters = {name: torch.nn.Parameter(place(tensor)) for name, tensor in values(-1, dtype).items()}
+    parameters = {
+        name: torch.nn.Parameter(place(tensor)) for name, tensor in values(-1, dtype).items()
+    }
     optimizer = MuonAdamW(parameters.items(), **settings)
     for step in range(STEPS):
         if resume and step == RESUMED_AFTER:
-            state, optimizer = optimizer.state_dict(), MuonAdamW(parameters.items(), **settings | {"seed": 9})
+            state, optimizer = (
+                optimizer.state_dict(),
+                MuonAdamW(parameters.items(), **settings | {"seed": 9}),
+            )
             optimizer.load_state_dict(state)
         for name, gradient in values(step, torch.float32).items():
             parameters[name].grad_dtype = None

@@ -25,7 +25,9 @@ def paper_metrics(
                 k1.append(-math.log(ratio))
                 k3.append((ratio - 1) - math.log(ratio))
                 if advantage[i] != 0:
-                    contributions["pos" if advantage[i] > 0 else "neg"].append(-(ratio - 1) * advantage[i])
+                    contributions["pos" if advantage[i] > 0 else "neg"].append(
+                        -(ratio - 1) * advantage[i]
+                    )
         for sign, terms in contributions.items():
             metrics[f"actor/{prefix}zero_centred_loss_{sign}"] = sum(terms) / len(k1)
         metrics[f"actor/{prefix}k1"] = sum(k1) / len(k1)

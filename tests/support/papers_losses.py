@@ -17,14 +17,18 @@ PAPER_CLIP = {"gspo": (3e-4, 4e-4), "mis_gspo": (3e-4, 4e-4)}
 
 def resolved_keys(config: Any) -> dict[str, Any]:
     """The keys of the section actor, with the papers' values in the place of null."""
-    keys: dict[str, Any] = config.actor.model_dump() | {"max_response_length": config.data.max_response_length}
+    keys: dict[str, Any] = config.actor.model_dump() | {
+        "max_response_length": config.data.max_response_length
+    }
     low, high = PAPER_CLIP.get(config.actor.loss, (0.2, 0.2))
     keys["clip_ratio_low"] = low if keys["clip_ratio_low"] is None else keys["clip_ratio_low"]
     keys["clip_ratio_high"] = high if keys["clip_ratio_high"] is None else keys["clip_ratio_high"]
     return keys
 
 
-def paper_loss(loss: str, rows: Rows, keys: dict[str, Any], correction: dict[str, Any]) -> tuple[float, torch.Tensor]:
+def paper_loss(
+    loss: str, rows: Rows, keys: dict[str, Any], correction: dict[str, Any]
+) -> tuple[float, torch.Tensor]:
     """Loss and gradient, [B, T] float64, of a whole mini-batch. `keys`: of the section `actor`, without nulls."""
     log_prob = rows["log_prob"].detach().double().requires_grad_()
     weights = all_weights(rows, correction)
@@ -34,18 +38,26 @@ def paper_loss(loss: str, rows: Rows, keys: dict[str, Any], correction: dict[str
         if not len(where):
             continue
         new = log_prob[i][where]
-        old, rollout = (rows[name][i][where].double() for name in ("old_log_prob", "rollout_log_prob"))
+        old, rollout = (
+            rows[name][i][where].double() for name in ("old_log_prob", "rollout_log_prob")
+        )
         advantage = float(rows["advantages"][i])
         keep = kept_tokens(new.detach(), old, rollout, correction)
         if not keep.any():
             continue
-        weight = mis_weight(old - rollout, keys["mis_imp_ratio_cap"]) if loss == "mis_gspo" else weights[i][keep]
+        weight = (
+            mis_weight(old - rollout, keys["mis_imp_ratio_cap"])
+            if loss == "mis_gspo"
+            else weights[i][keep]
+        )
         if correction.get("bypass_mode"):
             old = rollout
         losses = token_losses(loss, new[keep], old[keep], rollout[keep], advantage, keys)
         per_response.append((losses * weight, int(keep.sum())))
     count, all_tokens = sum(len(where) > 0 for where in tokens), sum(len(where) for where in tokens)
-    total = log_prob.sum() * 0.0 if not log_prob.isnan().any() else torch.zeros((), dtype=torch.float64)
+    total = (
+        log_prob.sum() * 0.0 if not log_prob.isnan().any() else torch.zeros((), dtype=torch.float64)
+    )
     for losses, length in per_response:
         total = (
             total
@@ -63,7 +75,12 @@ def paper_loss(loss: str, rows: Rows, keys: dict[str, Any], correction: dict[str
 
 
 def token_losses(
-    loss: str, new: torch.Tensor, old: torch.Tensor, rollout: torch.Tensor, a: float, keys: dict[str, Any]
+    loss: str,
+    new: torch.Tensor,
+    old: torch.Tensor,
+    rollout: torch.Tensor,
+    a: float,
+    keys: dict[str, Any],
 ) -> torch.Tensor:
     """The loss of each token of a response; where the response has a single one, each token has that."""
     r, s = (new - old).exp(), (new - old).mean().exp().expand(len(new))
@@ -88,7 +105,9 @@ def token_losses(
     if loss == "reinforce":
         return -new * a
     clipped = -torch.minimum(r * a, r.clamp(low, high) * a)
-    return clipped.clamp(max=-keys["clip_ratio_c"] * a) if loss == "dual_clip" and a < 0 else clipped
+    return (
+        clipped.clamp(max=-keys["clip_ratio_c"] * a) if loss == "dual_clip" and a < 0 else clipped
+    )
 
 
 def mis_weight(d: torch.Tensor, cap: float) -> float:
@@ -121,7 +140,9 @@ def all_weights(rows: Rows, correction: dict[str, Any]) -> list[torch.Tensor]:
         rows_of_weights.append(w)
     if correction.get("rollout_is_batch_normalize"):
         full = [w for w in rows_of_weights if len(w)]
-        mean = torch.cat(full).mean() if level == "token" else torch.stack([w[0] for w in full]).mean()
+        mean = (
+            torch.cat(full).mean() if level == "token" else torch.stack([w[0] for w in full]).mean()
+        )
         rows_of_weights = [w / mean for w in rows_of_weights]
     return rows_of_weights
 
@@ -138,9 +159,13 @@ def kept_tokens(
         k = {"k1": -log_r, "k2": log_r**2 / 2, "k3": log_r.exp() - 1 - log_r}[option[-2:]]
         level = option.rpartition("_")[0]
         if level != "token":
-            k = {"seq_sum": k.sum(), "seq_mean": k.mean(), "seq_max": k.max()}[level].expand(len(new))
+            k = {"seq_sum": k.sum(), "seq_mean": k.mean(), "seq_max": k.max()}[level].expand(
+                len(new)
+            )
         lower = correction.get("rollout_rs_threshold_lower")
-        keep &= (k <= bound) & (k >= (lower if lower is not None and option.endswith("k1") else -math.inf))
+        keep &= (k <= bound) & (
+            k >= (lower if lower is not None and option.endswith("k1") else -math.inf)
+        )
     veto = correction.get("veto_threshold")
     if veto is not None and bool((old.exp() < veto).any()):
         keep[:] = False

@@ -48,7 +48,9 @@ class PackedHead:
 def engine_model(family: str, *, tie: bool = False, seed: int = 1) -> Any:
     """transformers' model in the place of vLLM's: the same names, each parameter written as it is."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config(family, tie=tie), dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config(family, tie=tie), dtype=torch.bfloat16
+    )
     model.model.rotary_emb = nn.Identity()  # its buffers have other names than vLLM's
     if tie:
         model.lm_head.quant_method = PackedHead()
@@ -89,7 +91,10 @@ class Engine:
 
     def has(self, tensors: Any) -> bool:
         state = self.model.state_dict()
-        return all(torch.equal(state[name].view(torch.int16), tensor.view(torch.int16)) for name, tensor in tensors)
+        return all(
+            torch.equal(state[name].view(torch.int16), tensor.view(torch.int16))
+            for name, tensor in tensors
+        )
 
 
 def feed_in_buckets(receiver: WeightReceiver, stream: Any) -> None:

@@ -30,7 +30,12 @@ def save_random_model(
     if family != "qwen2":
         sizes["head_dim"] = 32
     if family == "qwen3_moe":
-        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        sizes |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        }
     config: Any = {
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,

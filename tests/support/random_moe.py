@@ -62,13 +62,18 @@ def save_random_moe(
     return folder
 
 
-def wire_tensors(folder: Path, scheme: Scheme, *, noise_seed: int | None = None) -> dict[str, torch.Tensor]:
+def wire_tensors(
+    folder: Path, scheme: Scheme, *, noise_seed: int | None = None
+) -> dict[str, torch.Tensor]:
     """The tensors of `folder`'s checkpoint, whose names are llm-compressor's, in layer order; linears but the router
     and lm_head as `scheme` stores them. `noise_seed`: of another model, near to this one."""
     tensors = load_file(folder / "model.safetensors")
     if noise_seed is not None:
         generator = torch.Generator().manual_seed(noise_seed)
-        tensors = {name: t + 0.1 * torch.randn(t.shape, generator=generator).bfloat16() for name, t in tensors.items()}
+        tensors = {
+            name: t + 0.1 * torch.randn(t.shape, generator=generator).bfloat16()
+            for name, t in tensors.items()
+        }
     wire: dict[str, torch.Tensor] = {}
     for name in sorted(tensors, key=_place):
         owner, _, leaf = name.rpartition(".")
@@ -79,7 +84,9 @@ def wire_tensors(folder: Path, scheme: Scheme, *, noise_seed: int | None = None)
     return wire
 
 
-def near(tensors: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def near(
+    tensors: dict[str, torch.Tensor], others: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """`tensors` with every twentieth word of `others`: an update after which a delta publish is smaller."""
     changed = {name: tensor.clone() for name, tensor in tensors.items()}
     for name, tensor in changed.items():
@@ -95,10 +102,15 @@ def _place(name: str) -> tuple[Any, ...]:
     return (*numbers[:1], ".experts." in name, *numbers[1:], name)
 
 
-def save_checkpoint(folder: Path, like: Path, scheme: Scheme, tensors: dict[str, torch.Tensor]) -> Path:
+def save_checkpoint(
+    folder: Path, like: Path, scheme: Scheme, tensors: dict[str, torch.Tensor]
+) -> Path:
     """`tensors` as a checkpoint that vLLM loads by itself."""
     shutil.copytree(like, folder)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     if scheme.quantized:
         config = json.loads((folder / "config.json").read_text())
         config["quantization_config"] = scheme.quantization_config(IGNORE)

@@ -26,25 +26,41 @@ from checkout import ROOT
 from qarl.process import VLLM_ENVIRONMENT
 
 IMPORTED = ["qarl.verl.fsdp_engine", "verl.workers.engine", "verl.workers.engine_workers", "vllm"]
-ENVIRONMENT = VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VERL_PLATFORM": "cpu"}
+ENVIRONMENT = VLLM_ENVIRONMENT | {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "VERL_PLATFORM": "cpu",
+}
 RAYS = {"RAY_RAYLET_PID": "1", "RAY_JOB_ID": "01000000"}
 """Variables that Ray sets in its workers."""
 
 
-def run_ranks(program: str, count: int, *arguments: object, timeout: float = 580, **variables: str) -> str:
+def run_ranks(
+    program: str, count: int, *arguments: object, timeout: float = 580, **variables: str
+) -> str:
     """Run `program` on `count` ranks with `variables` and those of torch.distributed. Return what the first printed.
     What all printed is shown if one fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "LOCAL_RANK": "0"}
+    variables |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": "0",
+    }
     until = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, str(rank)) for rank in range(count)]
         ranks: list[ForkServerProcess] = []
         try:
-            ranks += (fork(program, log, *arguments, **variables, RANK=str(rank)) for rank, log in enumerate(logs))
-            while not any(rank.exitcode for rank in ranks) and any(rank.exitcode is None for rank in ranks):
+            ranks += (
+                fork(program, log, *arguments, **variables, RANK=str(rank))
+                for rank, log in enumerate(logs)
+            )
+            while not any(rank.exitcode for rank in ranks) and any(
+                rank.exitcode is None for rank in ranks
+            ):
                 connection.wait([rank.sentinel for rank in ranks if rank.exitcode is None], timeout)
                 if time.monotonic() > until:
                     break
@@ -52,14 +68,18 @@ def run_ranks(program: str, count: int, *arguments: object, timeout: float = 580
             for rank in ranks:
                 rank.kill()
         printed = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
-    assert all(rank.exitcode == 0 for rank in ranks), "\n".join(text[-4000 // count :] for text in printed)
+    assert all(rank.exitcode == 0 for rank in ranks), "\n".join(
+        text[-4000 // count :] for text in printed
+    )
     return printed[0]
 
 
 def fork(program: str, log: Path, *arguments: object, **variables: str) -> ForkServerProcess:
     """Start `program`, which prints to `log`. It is ended at the latest with this process."""
     words = list(map(str, arguments))
-    process = _forking().Process(target=_run, args=(program, words, ENVIRONMENT | variables, log), daemon=True)
+    process = _forking().Process(
+        target=_run, args=(program, words, ENVIRONMENT | variables, log), daemon=True
+    )
     process.start()
     return process
 

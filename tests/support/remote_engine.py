@@ -28,7 +28,9 @@ from qarl.quant import get_scheme
 
 folder, scheme_name = sys.argv[1:]
 scheme = get_scheme(scheme_name, group_size=32)
-overrides = {"quantization_config": scheme.quantization_config(["lm_head"])} if scheme.quantized else {}
+overrides = (
+    {"quantization_config": scheme.quantization_config(["lm_head"])} if scheme.quantized else {}
+)
 llm = LLM(
     model=folder, load_format="dummy", dtype="bfloat16", max_model_len=64, enforce_eager=True,
     kv_cache_memory_bytes=2**28, logprobs_mode="processed_logprobs", enable_prefix_caching=False,
@@ -37,7 +39,9 @@ llm = LLM(
 
 
 def generate(prompts: list[list[int]]) -> Any:
-    params = SamplingParams(max_tokens=12, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=12, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True
+    )
     requests: Any = [{"prompt_token_ids": p} for p in prompts]
     outputs: Any = llm.generate(requests, params, use_tqdm=False)
     done = [output.outputs[0] for output in outputs]

@@ -31,7 +31,9 @@ def dying(name: str, tensor: Any) -> None:
 inbox._take = dying  # type: ignore[method-assign]  # it dies in the middle of a publish
 for _ in range(int(publishes)):
     try:
-        with WeightClient((host, int(port)), token, fingerprint=inbox.fingerprint, seconds=20) as client:
+        with WeightClient(
+            (host, int(port)), token, fingerprint=inbox.fingerprint, seconds=20
+        ) as client:
             client.feed(inbox)
     except UserError as error:
         print(f"error {error}", file=sys.stderr, flush=True)

@@ -33,7 +33,10 @@ SCORES: dict[str, tuple[str, list[float]]] = {
     "bool": (body("return ground_truth in solution_str"), [1, 0]),
     "numpy scalar": (body("return np.float32(0.5)", "import numpy as np"), [0.5, 0.5]),
     "torch scalar": (body("return torch.tensor(0.5)", "import torch"), [0.5, 0.5]),
-    "dict": (body(f"return {{'score': {RIGHT}, 'length': len(solution_str), 'why': 'né'}}"), [1, 0]),
+    "dict": (
+        body(f"return {{'score': {RIGHT}, 'length': len(solution_str), 'why': 'né'}}"),
+        [1, 0],
+    ),
     "class instance": (
         "class Judge:\n    def __call__(self, solution_str, ground_truth, **_):\n"
         f"        return {RIGHT}\nscore = Judge()\n",
@@ -45,7 +48,10 @@ SCORES: dict[str, tuple[str, list[float]]] = {
         [0.5, 0],
     ),
     "counter of the module": (body("CALLS.append(1)\nreturn len(CALLS)", "CALLS = []"), [1, 2]),
-    "changes its arguments": (body("extra_info['seen'].append(1)\nreturn len(extra_info['seen'])"), [1, 1]),
+    "changes its arguments": (
+        body("extra_info['seen'].append(1)\nreturn len(extra_info['seen'])"),
+        [1, 1],
+    ),
     "sibling file": (body("return helper.VALUE", "import helper"), [0.25, 0.25]),
     "data file beside it": (
         body(
@@ -54,15 +60,27 @@ SCORES: dict[str, tuple[str, list[float]]] = {
         ),
         [0.75, 0.75],
     ),
-    "chdir": (body("os.chdir('/')\nreturn float(FOLDER != '/')", "import os\nFOLDER = os.getcwd()"), [1, 1]),
-    "environment": (body("os.environ['QARL_REWARD_CASE'] = '1'\nreturn 1.0", "import os"), [1, 1]),
-    "grad mode": (
-        body("torch.set_grad_enabled(False)\nreturn float(not torch.is_grad_enabled())", "import torch"),
+    "chdir": (
+        body("os.chdir('/')\nreturn float(FOLDER != '/')", "import os\nFOLDER = os.getcwd()"),
         [1, 1],
     ),
-    "seeds": (body("random.seed(3)\nreturn random.random()", "import random"), [0.23796462709189137] * 2),
+    "environment": (body("os.environ['QARL_REWARD_CASE'] = '1'\nreturn 1.0", "import os"), [1, 1]),
+    "grad mode": (
+        body(
+            "torch.set_grad_enabled(False)\nreturn float(not torch.is_grad_enabled())",
+            "import torch",
+        ),
+        [1, 1],
+    ),
+    "seeds": (
+        body("random.seed(3)\nreturn random.random()", "import random"),
+        [0.23796462709189137] * 2,
+    ),
     "monkeypatch": (body("json.dumps = None\nreturn 1.0", "import json"), [1, 1]),
-    "prints": (body("print('x' * 300_000)\nprint('é', file=sys.stderr)\nreturn 1.0", "import sys"), [1, 1]),
+    "prints": (
+        body("print('x' * 300_000)\nprint('é', file=sys.stderr)\nreturn 1.0", "import sys"),
+        [1, 1],
+    ),
     "closes stdout": (body("sys.stdout.close()\nreturn 1.0", "import sys"), [1, 1]),
     "logging": (body("logging.error('a message')\nreturn 1.0", "import logging"), [1, 1]),
     "warnings as errors": (
@@ -89,7 +107,10 @@ SCORES: dict[str, tuple[str, list[float]]] = {
         [0.5, 0.5],
     ),
     "alarm left behind": (
-        body("time.sleep(0.6)\nsignal.setitimer(signal.ITIMER_REAL, 0.3)\nreturn 1.0", "import signal, time"),
+        body(
+            "time.sleep(0.6)\nsignal.setitimer(signal.ITIMER_REAL, 0.3)\nreturn 1.0",
+            "import signal, time",
+        ),
         [1, 1],
     ),
     "interrupt as a limit": (
@@ -144,14 +165,23 @@ SCORES: dict[str, tuple[str, list[float]]] = {
     "largest score of FP32": (body("return 3.4e38"), [3.4e38, 3.4e38]),
 }
 REFUSALS: dict[str, tuple[str, str]] = {
-    "raises": (body("return 1 / 0"), r"raised ZeroDivisionError[\s\S]*line \d+, in score: return 1 / 0"),
+    "raises": (
+        body("return 1 / 0"),
+        r"raised ZeroDivisionError[\s\S]*line \d+, in score: return 1 / 0",
+    ),
     "wrong signature": ("def score(answer): return 1.0", "raised TypeError[\\s\\S]*data_source"),
     "exit": (body("sys.exit(0)", "import sys"), "raised SystemExit"),
     "os._exit": (body("os._exit(0)", "import os"), "ended its process[\\s\\S]*exit code 0"),
-    "segmentation fault": (body("ctypes.string_at(0)", "import ctypes"), "ended its process[\\s\\S]*SIGSEGV"),
+    "segmentation fault": (
+        body("ctypes.string_at(0)", "import ctypes"),
+        "ended its process[\\s\\S]*SIGSEGV",
+    ),
     "killed": (body("os.kill(os.getpid(), 9)", "import os"), "ended its process[\\s\\S]*SIGKILL"),
     "KeyboardInterrupt": (body("raise KeyboardInterrupt"), "raised KeyboardInterrupt"),
-    "recursion": (body("return score(data_source, solution_str, ground_truth)"), "raised RecursionError"),
+    "recursion": (
+        body("return score(data_source, solution_str, ground_truth)"),
+        "raised RecursionError",
+    ),
     "exception of its own": (
         body("raise Odd(solution_str)", "class Odd(Exception):\n    def __str__(self): raise self"),
         "raised Odd",
@@ -166,14 +196,23 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "list": (body("return [1.0]"), "returned \\[1.0\\]"),
     "generator": (body("yield 1.0"), "returned <generator"),
     "async": ("async " + body("return 1.0").strip(), "score is async[\\s\\S]*asyncio.run"),
-    "awaitable": (body("return other()", "async def other():\n    return 1.0"), "is async[\\s\\S]*asyncio.run"),
+    "awaitable": (
+        body("return other()", "async def other():\n    return 1.0"),
+        "is async[\\s\\S]*asyncio.run",
+    ),
     "value of its own class": (
         body("return {'score': 1.0, 'judge': Judge()}", "class Judge: pass"),
         "returned {'score'[\\s\\S]*Judge",
     ),
-    "value that cannot be pickled": (body("return {'score': 1.0, 'f': lambda: 0}"), "returned {'score'[\\s\\S]*beside"),
+    "value that cannot be pickled": (
+        body("return {'score': 1.0, 'f': lambda: 0}"),
+        "returned {'score'[\\s\\S]*beside",
+    ),
     "syntax error": ("def score(:", "cannot load[\\s\\S]*SyntaxError"),
-    "exits when loaded": ("import os; os._exit(3)", "loading[\\s\\S]*ended its process[\\s\\S]*exit code 3"),
+    "exits when loaded": (
+        "import os; os._exit(3)",
+        "loading[\\s\\S]*ended its process[\\s\\S]*exit code 3",
+    ),
     "no such function": ("def scores(): pass", "has no function 'score'[\\s\\S]*scores"),
     "loop": (body("while True: pass"), HANGS),
     "loop that catches all": (
@@ -181,9 +220,15 @@ REFUSALS: dict[str, tuple[str, str]] = {
         HANGS,
     ),
     "loop after an alarm": (body("signal.alarm(0)\nwhile True: pass", "import signal"), HANGS),
-    "slow regular expression": (body("return float(bool(re.match('(a+)+$', 'a' * 60 + 'b')))", "import re"), HANGS),
+    "slow regular expression": (
+        body("return float(bool(re.match('(a+)+$', 'a' * 60 + 'b')))", "import re"),
+        HANGS,
+    ),
     "child that sleeps": (body("subprocess.run(['sleep', '300'])", "import subprocess"), HANGS),
-    "lock": (body("lock = threading.Lock()\nlock.acquire()\nlock.acquire()", "import threading"), HANGS),
+    "lock": (
+        body("lock = threading.Lock()\nlock.acquire()\nlock.acquire()", "import threading"),
+        HANGS,
+    ),
 }
 CASES: dict[str, tuple[str, Any]] = {**SCORES, **REFUSALS}
 

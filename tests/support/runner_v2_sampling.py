@@ -65,8 +65,12 @@ def truncated(logits: torch.Tensor) -> dict[str, Any]:
         k = None if top_k is None else torch.full((ROWS,), top_k, dtype=torch.int32)
         p = None if top_p is None else torch.full((ROWS,), top_p)
         theirs = apply_top_k_top_p_triton(logits.clone(), k, p).isfinite()
-        ours = sampling_mask(logits, Truncation(top_p=1.0 if top_p is None else top_p, top_k=top_k or -1))
-        figures[f"kept_otherwise top_k={top_k} top_p={top_p}"] = float((probabilities * (theirs != ours)).sum(-1).max())
+        ours = sampling_mask(
+            logits, Truncation(top_p=1.0 if top_p is None else top_p, top_k=top_k or -1)
+        )
+        figures[f"kept_otherwise top_k={top_k} top_p={top_p}"] = float(
+            (probabilities * (theirs != ours)).sum(-1).max()
+        )
     return figures
 
 

@@ -17,5 +17,7 @@ parent = multiprocessing.parent_process()
 for step in itertools.count(1):
     save(model, folder / f"step_{step % 3}", step=step % 3)
     print(step, flush=True)
-    if parent is None or not parent.is_alive():  # the tests are over, and nobody will end this program
+    if (
+        parent is None or not parent.is_alive()
+    ):  # the tests are over, and nobody will end this program
         break

@@ -18,7 +18,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils.checkpoint import checkpoint
@@ -34,7 +38,11 @@ SCHEMES = ("w4a16", "w8a8", "fp8")
 WORLDS = (1, 2, 3, 4)
 GROUP, HIDDEN, WIDE, ODD, EXPERTS, INTERMEDIATE = 32, 64, 96, 10, 3, 32
 IGNORE = ("head",)
-OPTIMIZERS: dict[str, Any] = {"w4a16": {"foreach": True}, "w8a8": {"fused": True}, "fp8": {"foreach": False}}
+OPTIMIZERS: dict[str, Any] = {
+    "w4a16": {"foreach": True},
+    "w8a8": {"fused": True},
+    "fp8": {"foreach": False},
+}
 """Ways of AdamW to step. The first two do not advance the version counters of DTensors."""
 
 
@@ -96,7 +104,9 @@ def make_model(recompute: bool = False) -> Model:
 
 
 def make_input(number: int) -> torch.Tensor:
-    return torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(100 + number)).bfloat16()
+    return torch.randn(
+        2, 5, HIDDEN, generator=torch.Generator().manual_seed(100 + number)
+    ).bfloat16()
 
 
 def loss_of(y: torch.Tensor, number: int) -> torch.Tensor:
@@ -114,7 +124,10 @@ def main() -> None:
             for scheme in SCHEMES:
                 results[world, scheme] = run_case(mesh, scheme, rank)
             plain, marlin = experts_kernels()
-            results[world, "marlin"] = with_kernel(mesh, plain, rank), with_kernel(mesh, marlin, rank, True)
+            results[world, "marlin"] = (
+                with_kernel(mesh, plain, rank),
+                with_kernel(mesh, marlin, rank, True),
+            )
         torch.distributed.barrier()
     torch.save(results, f"{sys.argv[1]}.{rank}")
     torch.distributed.destroy_process_group()
@@ -125,7 +138,9 @@ class CountingAllGather(DefaultAllGather):
 
     sent = 0
 
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Any:
         self.sent += input_tensor.nbytes
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
@@ -134,7 +149,9 @@ def sharded(mesh: Any, scheme: str | None, model: Any = None) -> tuple[Any, Coun
     """`model`, by default a new one, quantized and sharded, and its all-gather."""
     model = make_model() if model is None else model
     if scheme:
-        quantize_before_sharding(model, scheme=get_scheme(scheme, GROUP), ignore=IGNORE, device=torch.device("cpu"))
+        quantize_before_sharding(
+            model, scheme=get_scheme(scheme, GROUP), ignore=IGNORE, device=torch.device("cpu")
+        )
     counting = CountingAllGather()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for module in (*model.blocks, model.head, model):
@@ -150,7 +167,10 @@ def whole(tensor: Any) -> torch.Tensor:
 def publish(model: Any, scheme: str) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         stream = sharded_wire_tensors(
-            model, lambda entry: whole(entry).bfloat16(), scheme=get_scheme(scheme, GROUP), ignore=IGNORE
+            model,
+            lambda entry: whole(entry).bfloat16(),
+            scheme=get_scheme(scheme, GROUP),
+            ignore=IGNORE,
         )
         return {name: tensor.clone() for name, tensor in stream}
 
@@ -160,7 +180,9 @@ def masters(model: Any) -> dict[str, torch.Tensor]:
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def refusal(action: Callable[[], Any], kind: type[Exception]) -> str:
@@ -182,7 +204,9 @@ def run_case(mesh: Any, scheme: str, rank: int) -> dict[str, Any]:
     with torch.no_grad():
         report["output"] = model(make_input(0))
     report["sent"] = counting.sent
-    report["stored_bytes"] = [tensor.untyped_storage().nbytes() for tensors in by_layer for tensor in tensors.values()]
+    report["stored_bytes"] = [
+        tensor.untyped_storage().nbytes() for tensors in by_layer for tensor in tensors.values()
+    ]
     report["published"] = publish(model, scheme)
     report["changed"] = ""
     if mesh.size() == 1:
@@ -247,7 +271,11 @@ def with_kernel(mesh: Any, kernel: Any, rank: int, recompute: bool = False) -> d
     loss = loss_of(model(make_input(rank)), rank)
     loss.backward()
     report["after"] = list(map(len, counts))
-    report["loss"], report["gradients"], report["published"] = loss.detach(), gradients(model), publish(model, "w4a16")
+    report["loss"], report["gradients"], report["published"] = (
+        loss.detach(),
+        gradients(model),
+        publish(model, "w4a16"),
+    )
     return report
 
 

@@ -61,7 +61,15 @@ RUNS = {
     "verl": ["backend=verl"],
 }
 """Name of the run -> its overrides."""
-_LEFT_OUT = {"versions.json", "samples.jsonl", "metrics.jsonl", "verl.jsonl", "verl.yaml", "tensorboard", ".lock"}
+_LEFT_OUT = {
+    "versions.json",
+    "samples.jsonl",
+    "metrics.jsonl",
+    "verl.jsonl",
+    "verl.yaml",
+    "tensorboard",
+    ".lock",
+}
 
 
 def write_inputs(folder: Path) -> None:
@@ -83,7 +91,14 @@ def main(output: Path) -> None:
         folder = Path(name)
         write_inputs(folder)
         for run, overrides in RUNS.items():
-            command = [sys.executable, "-m", "qarl.train", "config=run.yaml", f"name={run}", *overrides]
+            command = [
+                sys.executable,
+                "-m",
+                "qarl.train",
+                "config=run.yaml",
+                f"name={run}",
+                *overrides,
+            ]
             subprocess.run(command, cwd=folder, check=True)
             (folder / "runs" / run / "summary.json").unlink()
         for part in list(folder.rglob("*")):

@@ -84,16 +84,28 @@ class _Reader(ast.NodeVisitor):
         text = self._text(node.value)
         for target in node.targets:
             if isinstance(target, ast.Name):
-                self.scopes[-1][target.id] = self._target(node.value) if isinstance(node.value, ast.Call) else None
+                self.scopes[-1][target.id] = (
+                    self._target(node.value) if isinstance(node.value, ast.Call) else None
+                )
                 if text is not None and len(self.scopes) == 1:
                     self.constants[target.id] = text
             else:
                 self.visit(target)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        for child in (*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)):
+        for child in (
+            *node.decorator_list,
+            *node.args.defaults,
+            *filter(None, node.args.kw_defaults),
+        ):
             self.visit(child)
-        arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg)
+        arguments = (
+            *node.args.posonlyargs,
+            *node.args.args,
+            *node.args.kwonlyargs,
+            node.args.vararg,
+            node.args.kwarg,
+        )
         self.scopes.append({argument.arg: None for argument in arguments if argument})
         for statement in node.body:
             self.visit(statement)
@@ -123,7 +135,9 @@ class _Reader(ast.NodeVisitor):
     def _target(self, node: ast.AST) -> str | None:
         """The dotted name that an expression stands for, or None."""
         if isinstance(node, ast.Name):
-            return next((scope[node.id] for scope in reversed(self.scopes) if node.id in scope), None)
+            return next(
+                (scope[node.id] for scope in reversed(self.scopes) if node.id in scope), None
+            )
         if isinstance(node, ast.Attribute):
             owner = self._target(node.value)
             return f"{owner}.{node.attr}" if owner else None
@@ -151,7 +165,9 @@ def resolve(target: str) -> Any:
     """Return the object of a dotted name. Attributes are followed through modules and classes; those of other objects
     must only exist. Raises ImportError or AttributeError."""
     parts = target.split(".")
-    for length in range(1, len(parts) + 1):  # a class may have the name of the module that it is imported from
+    for length in range(
+        1, len(parts) + 1
+    ):  # a class may have the name of the module that it is imported from
         try:
             return _follow(importlib.import_module(".".join(parts[:length])), parts[length:])
         except AttributeError:
@@ -165,7 +181,11 @@ def resolve(target: str) -> Any:
 def _follow(target: Any, names: list[str]) -> Any:
     for name in names:
         static = inspect.getattr_static(target, name) if inspect.isclass(target) else None
-        target = getattr(target, name) if static is None or isinstance(static, staticmethod | classmethod) else static
+        target = (
+            getattr(target, name)
+            if static is None or isinstance(static, staticmethod | classmethod)
+            else static
+        )
     return target
 
 
@@ -176,7 +196,9 @@ def why_not_callable(function: Any, call: Call) -> str | None:
     except (TypeError, ValueError):
         return None
     parameters = list(signature.parameters.values())
-    if inspect.isclass(function) and parameters and parameters[0].name == "self":  # a class of tokenizers, in Rust
+    if (
+        inspect.isclass(function) and parameters and parameters[0].name == "self"
+    ):  # a class of tokenizers, in Rust
         signature = signature.replace(parameters=parameters[1:])
     bind = signature.bind_partial if call.starred else signature.bind
     try:
@@ -195,5 +217,10 @@ def overrides(classes: list[type]) -> Iterator[tuple[type, str, Any, Any]]:
                 continue
             for base in kind.__mro__[1:]:
                 if name in vars(base) and not base.__module__.startswith("qarl"):
-                    yield kind, name, function, getattr(vars(base)[name], "__func__", vars(base)[name])
+                    yield (
+                        kind,
+                        name,
+                        function,
+                        getattr(vars(base)[name], "__func__", vars(base)[name]),
+                    )
                     break

@@ -18,7 +18,9 @@ from typing import Any
 
 from checkout import ROOT
 
-KERNEL_TESTS = sorted((ROOT / "tests" / "integration" / "kernels" / "triton_kernels").glob("test_*.py"))
+KERNEL_TESTS = sorted(
+    (ROOT / "tests" / "integration" / "kernels" / "triton_kernels").glob("test_*.py")
+)
 SOURCES = sorted((ROOT / "qarl" / "kernels" / "triton").glob("*.py"))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -28,7 +30,17 @@ Guide, technical specifications per compute capability)."""
 
 
 def run_interpreted(paths: list[Path]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *map(str, paths)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        *map(str, paths),
+    ]
     return _run(command, {"TRITON_INTERPRET": "1"})
 
 
@@ -53,14 +65,23 @@ def entry_kernels() -> set[str]:
     called: set[str] = set()
     for path in (path for path in SOURCES if not path.stem.startswith("_")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and any(
+                "triton.jit" in ast.unparse(d) for d in node.decorator_list
+            ):
                 functions[node.name] = f"{path.stem}.{node.name}"
                 calls = (call.func for call in ast.walk(node) if isinstance(call, ast.Call))
-                called |= {func.attr if isinstance(func, ast.Attribute) else ast.unparse(func) for func in calls}
+                called |= {
+                    func.attr if isinstance(func, ast.Attribute) else ast.unparse(func)
+                    for func in calls
+                }
     return {full for name, full in functions.items() if name not in called}
 
 
 def _run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }
     inherited.pop("TRITON_INTERPRET", None)
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=inherited | environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=inherited | environment
+    )

@@ -39,10 +39,14 @@ def publish(worker: Any, folder: str, scheme_name: str, version: int) -> tuple[l
         worker.sender = DeltaSender()
     tensors = both(Path(folder), scheme)[version % 2]
     fingerprint = worker.receiver.cache.fingerprint if worker.receiver.cache else None
-    stream = worker.sender.stream(stacked(tensors.items()), version=version, receivers=[fingerprint])
+    stream = worker.sender.stream(
+        stacked(tensors.items()), version=version, receivers=[fingerprint]
+    )
     worker.receiver.feed(stream)
     assert worker.receiver.version == version
-    reloaded = [target.name for target in worker.receiver.plan.by_owner.values() if target.writer is None]
+    reloaded = [
+        target.name for target in worker.receiver.plan.by_owner.values() if target.writer is None
+    ]
     return reloaded, worker.sender.tally.known
 
 
@@ -71,9 +75,14 @@ def greedy(llm: Any) -> list[Any]:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=0, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False
+    )
     completions = [output.outputs[0] for output in outputs]
-    return [[(t, p[t].logprob) for t, p in zip(c.token_ids, c.logprobs, strict=True)] for c in completions]
+    return [
+        [(t, p[t].logprob) for t, p in zip(c.token_ids, c.logprobs, strict=True)]
+        for c in completions
+    ]
 
 
 def main(folder: str, scheme_name: str) -> None:

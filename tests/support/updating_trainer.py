@@ -28,7 +28,11 @@ FOUR = (
 def updating_trainer(settings: Config, policy: Policy | None = None) -> Any:
     """A trainer of `policy`, by default of the one that `settings` describe."""
     trainer = object.__new__(LocalTrainer)
-    trainer.config, trainer.objective, trainer.timer = settings, objective_settings(settings), PhaseTimer()
+    trainer.config, trainer.objective, trainer.timer = (
+        settings,
+        objective_settings(settings),
+        PhaseTimer(),
+    )
     trainer.replace_policy(policy or Policy.load(settings))
     return trainer
 
@@ -48,5 +52,7 @@ def through_checkpoint(trainer: Any, other: Any) -> Any:
 def four_responses(advantages: tuple[float, ...] = (1.0, -1.0, 1.0, -1.0)) -> Batch:
     """Two prompts with two responses each."""
     tokens = [[7, 8, 9], [10, 11], [12], [13, 14]]
-    rollout = RolloutBatch([[5, 6]] * 4, tokens, [[-4.0] * len(row) for row in tokens], ["stop"] * 4, weight_version=0)
+    rollout = RolloutBatch(
+        [[5, 6]] * 4, tokens, [[-4.0] * len(row) for row in tokens], ["stop"] * 4, weight_version=0
+    )
     return make_batch(rollout, torch.zeros(4), torch.tensor(advantages), pad_token_id=0)

@@ -20,7 +20,9 @@ def advantages_in_verl(
 
     from qarl.verl.config import algorithm_keys
 
-    resolved = OmegaConf.create({"algorithm": {"gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False}})
+    resolved = OmegaConf.create(
+        {"algorithm": {"gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False}}
+    )
     for key, value in {
         **algorithm_keys(config),
         **{f"algorithm.{name}": value for name, value in keys.items()},
@@ -30,7 +32,9 @@ def advantages_in_verl(
     trainer: Any = object.__new__(get_trainer_cls("qarl_sync"))
     trainer.config = resolved
     names = list(rows)
-    columns = {column: [row[column] for row in rows.values()] for column in next(iter(rows.values()))}
+    columns = {
+        column: [row[column] for row in rows.values()] for column in next(iter(rows.values()))
+    }
     store = KeyedStore(names, columns)
     tags = [{"is_padding": name in padding} for name in names]
     store.batch = KVBatchMeta(keys=names, tags=tags, partition_id="train")

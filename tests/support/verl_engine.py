@@ -26,7 +26,13 @@ import verl  # noqa: F401  registers its platform
 from fsdp_ranks import draw_b
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, PolicyLossConfig
+from verl.workers.config import (
+    FSDPActorConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    PolicyLossConfig,
+)
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
@@ -41,7 +47,11 @@ rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
 def build(model: str, job: dict[str, Any]) -> tuple[Any, Any]:
     settings = {"strategy": "fsdp2", "use_torch_compile": False} | job.get("engine", {})
     quant = job["quant"]
-    engine_config = FSDPEngineConfig(**settings) if quant is None else QuantFSDPEngineConfig(quant=quant, **settings)
+    engine_config = (
+        FSDPEngineConfig(**settings)
+        if quant is None
+        else QuantFSDPEngineConfig(quant=quant, **settings)
+    )
     verls = PolicyLossConfig(loss_mode=job["loss"]) if "loss" in job else None
     actor = FSDPActorConfig(
         strategy="fsdp2",
@@ -63,7 +73,9 @@ def build(model: str, job: dict[str, Any]) -> tuple[Any, Any]:
         ),
         engine_config=engine_config,
         optimizer_config=FSDPOptimizerConfig(
-            lr=job["lr"], total_training_steps=10, **{"clip_grad": 1e9, "weight_decay": 0.0} | job.get("optim", {})
+            lr=job["lr"],
+            total_training_steps=10,
+            **{"clip_grad": 1e9, "weight_decay": 0.0} | job.get("optim", {}),
         ),
         checkpoint_config=CheckpointConfig(save_contents=parts, load_contents=parts),
     )
@@ -76,13 +88,20 @@ def nested(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def make_data(
-    rows: dict[str, torch.Tensor], mine: list[int], micro: int, remove_padding: bool = False, tokens: int | None = None
+    rows: dict[str, torch.Tensor],
+    mine: list[int],
+    micro: int,
+    remove_padding: bool = False,
+    tokens: int | None = None,
 ) -> Any:
     """verl's no-padding TensorDict of the rows `mine` of padded tensors."""
     columns: dict[str, list[torch.Tensor]] = {}
     for i in mine:
         prompt, length = int(rows["prompt_lengths"][i]), int(rows["response_lengths"][i])
-        row = {"input_ids": rows["input_ids"][i, : prompt + length], "responses": rows["responses"][i, :length]}
+        row = {
+            "input_ids": rows["input_ids"][i, : prompt + length],
+            "responses": rows["responses"][i, :length],
+        }
         row["prompts"] = row["input_ids"][:prompt]
         row["position_ids"] = torch.arange(prompt + length)
         row["response_mask"] = rows["response_mask"][i, :length].long()
@@ -124,13 +143,19 @@ def run_adapters(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]
         data = make_data(rows, mine, job["micro"])
         with engine.train_mode():
             output = engine.train_batch(data, loss)
-            gradients = {n: p.grad.full_tensor() for n, p in engine.module.named_parameters() if p.grad is not None}
+            gradients = {
+                n: p.grad.full_tensor()
+                for n, p in engine.module.named_parameters()
+                if p.grad is not None
+            }
         engine.lr_scheduler_step()
         engine.optimizer_zero_grad()
         values = torch.tensor(sum(output["loss"]))
         torch.distributed.all_reduce(values)
         result.setdefault("update", (float(values) / int(world), gradients))
-        return {name: tensor.full_tensor().clone() for name, tensor in engine.adapters.tensors().items()}
+        return {
+            name: tensor.full_tensor().clone() for name, tensor in engine.adapters.tensors().items()
+        }
 
     states = [update()]
     result["streams"] = [list(engine.get_per_tensor_param(base_sync_done=True)[0])]
@@ -139,9 +164,14 @@ def run_adapters(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]
     engine.save_checkpoint(job["checkpoint"], global_step=1)
     states.append(update())
     engine.load_checkpoint(job["checkpoint"])
-    states += [{name: tensor.full_tensor().clone() for name, tensor in engine.adapters.tensors().items()}, update()]
+    states += [
+        {name: tensor.full_tensor().clone() for name, tensor in engine.adapters.tensors().items()},
+        update(),
+    ]
     engine.adapters._digests = {**engine.adapters._digests, "model.norm.weight": "another"}
-    result["another base"] = gathered(refusal(partial(engine.adapters.check_base, job["checkpoint"])))
+    result["another base"] = gathered(
+        refusal(partial(engine.adapters.check_base, job["checkpoint"]))
+    )
     return result | {"states": states}
 
 
@@ -160,21 +190,33 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     for _ in range(job.get("steps", 1)):
         if "log_prob_micro" in job:
             padded = log_probs(engine, rows, mine, job)
-            rows["old_log_probs"][mine, : padded.shape[1]] = padded.float()  # verl's own are of the logits' dtype
-        data = make_data(rows, job.get("update", [mine, mine])[int(rank)], job["micro"], packed, tokens)
+            rows["old_log_probs"][mine, : padded.shape[1]] = (
+                padded.float()
+            )  # verl's own are of the logits' dtype
+        data = make_data(
+            rows, job.get("update", [mine, mine])[int(rank)], job["micro"], packed, tokens
+        )
         quantized = generations(engine)
         with engine.train_mode():
             output = engine.train_batch(data, loss)
             result["gradients"] = {
-                name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters() if p.grad is not None
+                name: p.grad.full_tensor().clone()
+                for name, p in engine.module.named_parameters()
+                if p.grad is not None
             }
         engine.lr_scheduler_step()  # as verl's worker does after a training step
-        result["made"] = [after - before for before, after in zip(quantized, generations(engine), strict=True)]
+        result["made"] = [
+            after - before for before, after in zip(quantized, generations(engine), strict=True)
+        ]
         values = torch.tensor(sum(output["loss"]))
         torch.distributed.all_reduce(values)
         result["loss"] = float(values) / int(world)
-        result["metrics"].append({name: value for name, value in output["metrics"].items() if isinstance(value, list)})
-    result["masters"] = {name: p.full_tensor().detach().clone() for name, p in engine.module.named_parameters()}
+        result["metrics"].append(
+            {name: value for name, value in output["metrics"].items() if isinstance(value, list)}
+        )
+    result["masters"] = {
+        name: p.full_tensor().detach().clone() for name, p in engine.module.named_parameters()
+    }
     result["state_dtypes"] = {
         str(value.dtype)
         for state in engine.optimizer.state.values()
@@ -183,11 +225,18 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     }
     result["published"] = publish(engine)
     before = generations(engine)
-    result["version"], result["made_again"] = published_version(engine), generations(engine) != before
+    result["version"], result["made_again"] = (
+        published_version(engine),
+        generations(engine) != before,
+    )
     if "servers" in job:
         result["servers"] = {dead: ask_servers(engine, dead) for dead in (False, True)}
-    bypassed = rows | {"old_log_probs": rows["rollout_log_probs"]}  # verl's `rollout_correction.bypass_mode`
-    result["bypass"] = refusal(lambda: engine.train_batch(make_data(bypassed, mine, job["micro"]), loss))
+    bypassed = rows | {
+        "old_log_probs": rows["rollout_log_probs"]
+    }  # verl's `rollout_correction.bypass_mode`
+    result["bypass"] = refusal(
+        lambda: engine.train_batch(make_data(bypassed, mine, job["micro"]), loss)
+    )
     if "log_prob_micro" in job:
         result["log_probs"] = gathered((mine, log_probs(engine, rows, mine, job)))
     if "checkpoint" in job:
@@ -195,10 +244,14 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def log_probs(engine: Any, rows: dict[str, torch.Tensor], mine: list[int], job: dict[str, Any]) -> torch.Tensor:
+def log_probs(
+    engine: Any, rows: dict[str, torch.Tensor], mine: list[int], job: dict[str, Any]
+) -> torch.Tensor:
     """The old log-probs of the rows `mine`, as verl's worker asks for them: [mine, longest response], 0 on padding."""
     tokens = job.get("tokens")
-    data = make_data(rows, mine, job["log_prob_micro"], job.get("remove_padding", False), tokens and 2 * tokens)
+    data = make_data(
+        rows, mine, job["log_prob_micro"], job.get("remove_padding", False), tokens and 2 * tokens
+    )
     with engine.eval_mode():
         nested = engine.infer_batch(data)["model_output"]["log_probs"]
     return response_from_nested(nested, data["response_mask"]).to_padded_tensor(0.0)
@@ -283,9 +336,16 @@ def save_change_load(
         engine.save_checkpoint(part_folder, global_step=1)
         before, between = publish(engine), change()
         error = refusal(partial(engine.load_checkpoint, part_folder))
-        report["parts"]["_".join(parts)] = {"error": error, "tensors": (before, between, publish(engine))}
+        report["parts"]["_".join(parts)] = {
+            "error": error,
+            "tensors": (before, between, publish(engine)),
+        }
     manager.checkpoint_load_contents = ["model", "optimizer", "extra"]
-    for what, alter in (("extra_state", draw_random_number), ("optim", move_a_moment), ("model", move_one_bit)):
+    for what, alter in (
+        ("extra_state", draw_random_number),
+        ("optim", move_a_moment),
+        ("model", move_one_bit),
+    ):
         file = Path(folder) / f"{what}_world_size_{world}_rank_0.pt"
         good = file.read_bytes()
         torch.distributed.barrier()

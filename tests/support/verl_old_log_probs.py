@@ -83,12 +83,16 @@ def make_worker(resolved: Any) -> Any:
     worker = make(resolved.actor_rollout_ref, role="actor")
     worker.init_model()
     engine: Any = worker.actor.engine
-    engine.compared = True  # the probe would compare made-up log-probs with the model's rounding noise
+    engine.compared = (
+        True  # the probe would compare made-up log-probs with the model's rounding noise
+    )
     return worker
 
 
 def nested(rows: list[Any]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor([torch.as_tensor(row) for row in rows], layout=torch.jagged)
+    return torch.nested.as_nested_tensor(
+        [torch.as_tensor(row) for row in rows], layout=torch.jagged
+    )
 
 
 def first_batch(config: Config, reward: float | None = None) -> tuple[Any, dict[str, Any]]:
@@ -100,8 +104,13 @@ def first_batch(config: Config, reward: float | None = None) -> tuple[Any, dict[
     prompts = [torch.randint(3, 64, (2 + i // n,), generator=random) for i in range(count)]
     responses = [torch.randint(3, 64, (4 + i,), generator=random) for i in range(count)]
     ones = [torch.ones(len(row), dtype=torch.int64) for row in responses]
-    rewards = torch.rand(count, generator=random) if reward is None else torch.full((count,), reward)
-    scores = [torch.cat([torch.zeros(len(row) - 1), rewards[i : i + 1]]) for i, row in enumerate(responses)]
+    rewards = (
+        torch.rand(count, generator=random) if reward is None else torch.full((count,), reward)
+    )
+    scores = [
+        torch.cat([torch.zeros(len(row) - 1), rewards[i : i + 1]])
+        for i, row in enumerate(responses)
+    ]
     whole = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
     columns = {
         "input_ids": whole,
@@ -129,13 +138,19 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "unchecked": {"keys": AUTO | {"actor.old_log_probs_sample": 0.0}, "spoil": {1: [7]}},
     "all_checked": {"keys": AUTO | {"actor.old_log_probs_sample": 1.0}, "spoil": {1: [7]}},
     "first_mini_batch": {"keys": AUTO | {"actor.old_log_probs_sample": 0.25}, "spoil": {1: [3]}},
-    "first_mini_batch_recomputed": {"keys": {"actor.old_log_probs": "recompute"}, "spoil": {1: [3]}},
+    "first_mini_batch_recomputed": {
+        "keys": {"actor.old_log_probs": "recompute"},
+        "spoil": {1: [3]},
+    },
     "one_mini_batch": {"keys": AUTO | {"actor.ppo_mini_batch_size": 4}, "spoil": {1: [6]}},
     "rollout": {"keys": ROLLOUT, "spoil": {1: [0, 7]}},
     "two_epochs": {"keys": AUTO | {"actor.ppo_epochs": 2}},
     # One reward for all: TBPO with groups of three, and whitened rewards.
     "constant": {"keys": {"actor.old_log_probs": "recompute", "rollout.n": 3}, "reward": 0.7},
-    "constant_reinforce": {"keys": {"actor.old_log_probs": "recompute", "actor.loss": "reinforce"}, "reward": 0.7},
+    "constant_reinforce": {
+        "keys": {"actor.old_log_probs": "recompute", "actor.loss": "reinforce"},
+        "reward": 0.7,
+    },
     "over_the_limit": {"keys": ROLLOUT | {"quant.mismatch_limit": 1e-9}, "spoil": {0: [1]}},
 }
 
@@ -175,7 +190,9 @@ class Planted:
     """A run with verl's actor worker. `spoil`: step -> rows whose first rollout log-prob is one FP32 number off.
     `reward`: of all rows; None: random rewards."""
 
-    def __init__(self, config: Config, spoil: dict[int, list[int]], reward: float | None = None) -> None:
+    def __init__(
+        self, config: Config, spoil: dict[int, list[int]], reward: float | None = None
+    ) -> None:
         resolved = verl_config(config, on_cpu=True)
         OmegaConf.resolve(resolved)
         self.spoil, self.number, self.passes = spoil, 0, list[int]()
@@ -223,7 +240,9 @@ class Planted:
         self.passes.append(len(batch))
         self.weights_at_pass.append(self.flat())
         output = self._run(self.worker.compute_log_prob, batch)
-        self.columns.kv_batch_put(keys=batch.keys, partition_id=None, fields=output.select("log_probs", "entropy"))
+        self.columns.kv_batch_put(
+            keys=batch.keys, partition_id=None, fields=output.select("log_probs", "entropy")
+        )
         return batch.keys
 
     def update_actor(self, batch: Any) -> Any:
@@ -233,13 +252,17 @@ class Planted:
         from verl.utils import tensordict_utils as tu
 
         names = self.columns.fields(batch.keys) - {"uid", "rm_scores", "log_probs", "entropy"}
-        data = self.columns.kv_batch_get(keys=batch.keys, partition_id=None, select_fields=sorted(names))
+        data = self.columns.kv_batch_get(
+            keys=batch.keys, partition_id=None, select_fields=sorted(names)
+        )
         tu.assign_non_tensor(data, **batch.extra_info)
         return function(data)
 
     def flat(self) -> torch.Tensor:
         parameters = self.worker.actor.engine.module.parameters()
-        return torch.cat([parameter.full_tensor().detach().float().flatten() for parameter in parameters])
+        return torch.cat(
+            [parameter.full_tensor().detach().float().flatten() for parameter in parameters]
+        )
 
 
 def shown(name: str) -> dict[str, Any]:
@@ -262,7 +285,9 @@ def shown(name: str) -> dict[str, Any]:
         "weights": actor.flat(),
         "metrics": actor.metrics,
         "lrs": actor.lrs,
-        "counts": [vars(count) for count in counts(actor.trainer)] if hasattr(actor.trainer, "_skipping") else None,
+        "counts": [vars(count) for count in counts(actor.trainer)]
+        if hasattr(actor.trainer, "_skipping")
+        else None,
         "said": [text for text in said if "old_log_probs" in text],
     }
 

@@ -70,7 +70,10 @@ def publish(make_receiver: Any, tensors: Any = TENSORS) -> dict[str, Any]:
     thread = threading.Thread(target=send, daemon=True)
     thread.start()
     worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
-    worker.device, worker.model_runner = torch.device("cpu"), SimpleNamespace(device="cpu", vllm_config=NO_ADAPTERS)
+    worker.device, worker.model_runner = (
+        torch.device("cpu"),
+        SimpleNamespace(device="cpu", vllm_config=NO_ADAPTERS),
+    )
     worker._get_zmq_handle = lambda: handle
     raised = None
     try:
@@ -108,7 +111,14 @@ def changes_through_buckets() -> dict[str, Any]:
         outcome = publish(lambda runner: receiver, tensors=stream)
         state = model.state_dict()
         equal = all(torch.equal(state[name], tensor) for name, tensor in tensors)
-        result.append({"raised": outcome["raised"], "equal": equal, "version": receiver.version, **outbox.metrics()})
+        result.append(
+            {
+                "raised": outcome["raised"],
+                "equal": equal,
+                "version": receiver.version,
+                **outbox.metrics(),
+            }
+        )
         tensors = [(name, tensor + (name == "model.norm.weight")) for name, tensor in tensors]
     return {"publishes": result}
 

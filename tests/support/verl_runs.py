@@ -19,7 +19,9 @@ def quickstart(**changes: object) -> Config:
     for dotted, value in changes.items():
         section, _, leaf = dotted.rpartition(".")
         (values.setdefault(section, {}) if section else values)[leaf] = value
-    for rule in RULES:  # a key of the file that a change switches off is dropped, as on the command line
+    for (
+        rule
+    ) in RULES:  # a key of the file that a change switches off is dropped, as on the command line
         if rule.decider in changes and not rule.reads(changes[rule.decider]):
             for section, _, leaf in (key.partition(".") for key in rule.keys if key not in changes):
                 values.get(section, {}).pop(leaf, None)
@@ -35,7 +37,9 @@ def length_reward(data_source, solution_str, ground_truth, extra_info=None):
 
 def start(command: list[str], **variables: str) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    run = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800
+    )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
 
 

@@ -19,7 +19,15 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from verl_old_log_probs import KeyedStore, changed, first_batch, make_files, make_trainer, make_worker, nested
+from verl_old_log_probs import (
+    KeyedStore,
+    changed,
+    first_batch,
+    make_files,
+    make_trainer,
+    make_worker,
+    nested,
+)
 
 from qarl.checkpoint.storage import number
 from qarl.config import Config
@@ -46,7 +54,9 @@ def recorded(config: Config) -> tuple[Any, dict[str, Any]]:
     """verl's keys of the batch, and its columns. Row 7 is cut off at the limit, and row 6 ends there with EOS."""
     batch, columns = first_batch(config)
     random = torch.Generator().manual_seed(1)
-    prompts, responses = ([row.clone() for row in columns[name].unbind()] for name in ("prompts", "responses"))
+    prompts, responses = (
+        [row.clone() for row in columns[name].unbind()] for name in ("prompts", "responses")
+    )
     responses[6] = torch.cat([responses[6], torch.tensor([EOS])])
     assert [len(row) for row in responses] == [4, 5, 6, 7, 8, 9, 11, 11]
     rewards = [row.sum()[None] for row in columns["rm_scores"].unbind()]
@@ -60,14 +70,21 @@ def recorded(config: Config) -> tuple[Any, dict[str, Any]]:
             "position_ids": [torch.arange(len(row)) for row in whole],
             "response_mask": [torch.ones_like(row) for row in responses],
             "loss_mask": [torch.ones_like(row) for row in responses],
-            "rollout_log_probs": [-4.2 + 0.5 * torch.randn(len(row), generator=random) for row in responses],
+            "rollout_log_probs": [
+                -4.2 + 0.5 * torch.randn(len(row), generator=random) for row in responses
+            ],
             "rm_scores": [
-                torch.cat([torch.zeros(len(row) - 1), reward]) for row, reward in zip(responses, rewards, strict=True)
+                torch.cat([torch.zeros(len(row) - 1), reward])
+                for row, reward in zip(responses, rewards, strict=True)
             ],
         }.items()
     }
     for tag, prompt, response in zip(batch.tags, prompts, responses, strict=True):
-        tag |= {"min_global_steps": 0, "max_global_steps": 0, "seq_len": len(prompt) + len(response)}
+        tag |= {
+            "min_global_steps": 0,
+            "max_global_steps": 0,
+            "seq_len": len(prompt) + len(response),
+        }
     return batch, columns
 
 
@@ -90,11 +107,14 @@ def in_verl(config: Config) -> dict[str, dict[str, Any]]:
 
     def compute_log_prob(batch: Any) -> Any:
         output = run(worker.compute_log_prob, batch)
-        store.kv_batch_put(keys=batch.keys, partition_id=None, fields=output.select("log_probs", "entropy"))
+        store.kv_batch_put(
+            keys=batch.keys, partition_id=None, fields=output.select("log_probs", "entropy")
+        )
         return batch.keys
 
     trainer.actor_rollout_wg = SimpleNamespace(
-        compute_log_prob=compute_log_prob, update_actor=lambda batch: run(worker.update_actor, batch)
+        compute_log_prob=compute_log_prob,
+        update_actor=lambda batch: run(worker.update_actor, batch),
     )
     trainer._rollout_moe_lb_metrics_accumulator = None
     trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
@@ -110,7 +130,10 @@ def in_verl(config: Config) -> dict[str, dict[str, Any]]:
         skipped: dict[str, Any] = {}
         patch.setattr(worker.actor.engine, "optimizer_step", lambda: math.nan)
         trainer._update_actor(batch, skipped)
-    named = (our_names({name: number(value) for name, value in log.items()}) for log in (metrics, skipped))
+    named = (
+        our_names({name: number(value) for name, value in log.items()})
+        for log in (metrics, skipped)
+    )
     return dict(zip(("verl", "verl_without_updates"), named, strict=True))
 
 
@@ -134,7 +157,8 @@ class RecordedEngine:
 def in_local(config: Config) -> dict[str, Any]:
     _, columns = recorded(config)
     prompts, responses, logged = (
-        [row.tolist() for row in columns[name].unbind()] for name in ("prompts", "responses", "rollout_log_probs")
+        [row.tolist() for row in columns[name].unbind()]
+        for name in ("prompts", "responses", "rollout_log_probs")
     )
     limit = config.data.max_response_length
     reasons = ["length" if len(row) == limit and row[-1] != EOS else "stop" for row in responses]
@@ -143,7 +167,9 @@ def in_local(config: Config) -> dict[str, Any]:
     engine: Any = RecordedEngine(batch)
     trainer = LocalTrainer(config, prepare_run(config), engine)
     trainer.rewards = lambda prompts, responses: rewards  # type: ignore[method-assign]  # the recorded ones
-    return {name: number(value) for name, value in (trainer.train_step() | trainer.timer.pop()).items()}
+    return {
+        name: number(value) for name, value in (trainer.train_step() | trainer.timer.pop()).items()
+    }
 
 
 def main(folder: Path, output: str) -> None:

@@ -51,10 +51,14 @@ class Server:
         worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
         worker.device, worker.model_runner = torch.device("cpu"), runner_of(engine_model("llama"))
         worker.check_health = lambda: None
-        worker._get_zmq_handle = lambda: f"ipc:///tmp/rl-colocate-zmq-{job}-replica-{REPLICA}-rank-0.sock"
+        worker._get_zmq_handle = lambda: (
+            f"ipc:///tmp/rl-colocate-zmq-{job}-replica-{REPLICA}-rank-0.sock"
+        )
         self.worker = worker
 
-    def collective_rpc(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> None:
+    def collective_rpc(
+        self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> None:
         getattr(self.worker, method)(*args, **(kwargs or {}))
 
     def clear_kv_cache(self) -> None: ...
@@ -88,7 +92,11 @@ class Actor(ActorRolloutRefWorker):
         Worker.__init__(self)
         self.tensors = weights("llama")
         engine: Any = object.__new__(QaRLFSDPEngine)
-        engine.quant, engine.rank, engine.lr_scheduler = QuantSettings(), 0, SimpleNamespace(last_epoch=0)
+        engine.quant, engine.rank, engine.lr_scheduler = (
+            QuantSettings(),
+            0,
+            SimpleNamespace(last_epoch=0),
+        )
         engine._outbox, engine._servers = DeltaSender(), Watch(only_servers=True)
         engine._wire_tensors = lambda: iter(self.tensors)
         self.engine = engine
@@ -96,7 +104,9 @@ class Actor(ActorRolloutRefWorker):
         self.actor = worker
         import qarl.verl.publish  # noqa: F401  registers `qarl`
 
-        self.checkpoint_engine = CheckpointEngineRegistry.new("qarl", is_master=True, bucket_size=1 << 20)
+        self.checkpoint_engine = CheckpointEngineRegistry.new(
+            "qarl", is_master=True, bucket_size=1 << 20
+        )
 
     def step(self) -> None:
         self.engine.lr_scheduler.last_epoch += 1
@@ -134,14 +144,23 @@ class Replica:
 
 
 def main(folder: str) -> None:
-    environment = {"VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "QARL_PUBLISH_TIMEOUT": str(LIMIT)}
+    environment = {
+        "VERL_PLATFORM": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "QARL_PUBLISH_TIMEOUT": str(LIMIT),
+    }
     environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "RAY_LOCAL_WORLD_SIZE": "1"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/support'}"}
+    environment |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/support'}",
+    }
 
     def started(kind: type, port: int, *arguments: Any, **options: Any) -> tuple[Any, Any]:
         remote: Any = ray.remote(kind)
         variables = environment | {"MASTER_PORT": str(port)}
-        return remote, remote.options(runtime_env={"env_vars": variables}, **options).remote(*arguments)
+        return remote, remote.options(runtime_env={"env_vars": variables}, **options).remote(
+            *arguments
+        )
 
     with ExitStack() as stack:
         quiet: Any = {"include_dashboard": False, "log_to_driver": False}
@@ -150,8 +169,16 @@ def main(folder: str) -> None:
         _, server = started(Server, 0, name=f"vllm_server_{REPLICA}_0")
         actor_class, actor = started(Actor, 0)
         _, rollout = started(Rollout, free_port(), folder)
-        ray.get([server.__ray_ready__.remote(), actor.__ray_ready__.remote(), rollout.__ray_ready__.remote()])
-        group = RayWorkerGroup(worker_handles=[actor], ray_cls_with_init=RayClassWithInitArgs(cls=actor_class))
+        ray.get(
+            [
+                server.__ray_ready__.remote(),
+                actor.__ray_ready__.remote(),
+                rollout.__ray_ready__.remote(),
+            ]
+        )
+        group = RayWorkerGroup(
+            worker_handles=[actor], ray_cls_with_init=RayClassWithInitArgs(cls=actor_class)
+        )
         replica: Any = Replica([rollout])
         manager = CheckpointEngineManager(CheckpointEngineConfig(**CONFIG), group, [replica])
         for number in range(1, 6):
@@ -166,7 +193,13 @@ def main(folder: str) -> None:
             seconds = time.monotonic() - start
             delta, sent = ray.get(actor.sent.remote())
             version, tensors = ray.get(server.state.remote())
-            row = {"version": version, "equal": tensors == sent, "delta": delta, "seconds": seconds, "error": error}
+            row = {
+                "version": version,
+                "equal": tensors == sent,
+                "delta": delta,
+                "seconds": seconds,
+                "error": error,
+            }
             print(json.dumps(row), flush=True)
 
 

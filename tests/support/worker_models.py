@@ -33,7 +33,9 @@ def distributed_vllm() -> Iterator[None]:
         parallel_state.cleanup_dist_env_and_memory()
 
 
-def worker_model(checkpoint: Path, rank: int, workers: int, **options: Any) -> tuple[nn.Module, Any]:
+def worker_model(
+    checkpoint: Path, rank: int, workers: int, **options: Any
+) -> tuple[nn.Module, Any]:
     """The loaded model of worker `rank` and its config. `options`: more of vLLM's arguments."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -72,14 +74,18 @@ def multiplied(model: nn.Module) -> dict[str, torch.Tensor]:
             count = len(experts.prepared.gate_up.experts)
             ids = torch.arange(2 * count).reshape(count, 2).remainder(count)
             weights = torch.full(ids.shape, 0.5)
-            outputs[name] = CpuExperts.forward(_inputs(count, layer.hidden_size), weights, ids, experts.prepared)
+            outputs[name] = CpuExperts.forward(
+                _inputs(count, layer.hidden_size), weights, ids, experts.prepared
+            )
         elif hasattr(layer, "input_size"):
             inputs = getattr(layer, "input_size_per_partition", layer.input_size)
             outputs[name] = method.apply(layer, _inputs(5, inputs), layer.bias)
         elif hasattr(layer, "shard_indices"):
             rows = layer.shard_indices.num_org_elements
             outputs[name] = layer.weight[:rows]
-            outputs[f"{name}: product"] = method.apply(layer, _inputs(5, layer.embedding_dim))[:, :rows]
+            outputs[f"{name}: product"] = method.apply(layer, _inputs(5, layer.embedding_dim))[
+                :, :rows
+            ]
         elif not list(layer.children()):
             outputs |= {f"{name}.{leaf}": tensor for leaf, tensor in layer.named_parameters()}
     return {name: tensor.clone() for name, tensor in outputs.items()}

@@ -25,11 +25,22 @@ from qarl.console import READER_LEFT, stage, summary_text
 from qarl.errors import UserError
 
 WITH_CONFIG = ("train", "doctor", "diagnose")
-HEAVY = ("torch", "transformers", "vllm", "verl", "datasets", "compressed_tensors", "ray", "matplotlib")
+HEAVY = (
+    "torch",
+    "transformers",
+    "vllm",
+    "verl",
+    "datasets",
+    "compressed_tensors",
+    "ray",
+    "matplotlib",
+)
 
 
 @pytest.fixture
-def out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
+def out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> pytest.CaptureFixture[str]:
     monkeypatch.setenv("COLUMNS", "100")
     return capsys
 
@@ -66,7 +77,10 @@ def test_help_of_qarl(flag: str, out: pytest.CaptureFixture[str]) -> None:
 
 WRONG = {
     ("tarin",): "did you mean train?",
-    ("xyz", "--help"): "the commands are demo, train, warm-start, doctor, diagnose, export, eval, report, bench",
+    (
+        "xyz",
+        "--help",
+    ): "the commands are demo, train, warm-start, doctor, diagnose, export, eval, report, bench",
     ("config=quickstart.yaml",): "write qarl train config=quickstart.yaml",
     ("train", "--hepl"): "--help describes the keys",
     ("train", "--help", "grad_clip"): "did you mean actor.grad_clip?",
@@ -101,9 +115,13 @@ def test_the_page_of_the_configuration_is_fresh(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(ROOT / "scripts")
     import config_page
 
-    assert config_page.PAGE.read_text(encoding="utf-8") == config_page.page(), "run python scripts/config_page.py"
+    assert config_page.PAGE.read_text(encoding="utf-8") == config_page.page(), (
+        "run python scripts/config_page.py"
+    )
     meanings = {key.name: key.meaning for keys in key_table().values() for key in keys}
-    assert meanings == {name: text for name, text in describe_keys().items() if name not in sections()}
+    assert meanings == {
+        name: text for name, text in describe_keys().items() if name not in sections()
+    }
 
 
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
@@ -115,7 +133,9 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
         f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\n"
         "sys.exit(f'{codes} {loaded}' if any(codes) or loaded else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "quickstart.yaml" in done.stdout
 
@@ -127,7 +147,11 @@ def test_what_is_imported_before_threads_are_limited_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
 
 
-ENDS = {"at the end": ("", "", 0), "in the middle": ("1", "", READER_LEFT), "with an error": ("", "bad", 2)}
+ENDS = {
+    "at the end": ("", "", 0),
+    "in the middle": ("1", "", READER_LEFT),
+    "with an error": ("", "bad", 2),
+}
 
 
 @pytest.mark.parametrize("case", ENDS)
@@ -144,14 +168,20 @@ def test_nobody_reads_the_output_to_its_end(case: str) -> None:
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": str(ROOT)}
     with os.fdopen(writes, "wb") as out:
         command = [sys.executable, "-c", program]
-        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment, timeout=120)
+        done = subprocess.run(
+            command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment, timeout=120
+        )
     assert (done.returncode, done.stderr) == (code, f"error: {error}\n" if error else "")
 
 
 def test_a_summary_names_the_command_that_resumes(tmp_path: Path) -> None:
     def text(finished: bool) -> str:
         return summary_text(
-            "a", tmp_path, {"steps": 3, "finished": finished}, report=False, argv=["config=a.yaml", "name=b c"]
+            "a",
+            tmp_path,
+            {"steps": 3, "finished": finished},
+            report=False,
+            argv=["config=a.yaml", "name=b c"],
         )
 
     assert "not possible: there is no checkpoint" in text(False) and "resume" not in text(True)
@@ -176,7 +206,9 @@ def test_a_missing_model_is_refused_with_the_command_that_makes_it(
         assert main(["train", f"config={DEMOS[name].config}"]) == 2
         text = " ".join(out.readouterr().err.split())
         assert missing in text and "`qarl demo --help`" in text
-        Path(load_config([f"config={DEMOS[name].config}"]).model.path).mkdir(parents=True, exist_ok=True)
+        Path(load_config([f"config={DEMOS[name].config}"]).model.path).mkdir(
+            parents=True, exist_ok=True
+        )
 
 
 def test_a_demo_makes_the_model_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +225,11 @@ def test_a_demo_makes_the_model_and_trains(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("qarl.train.main", lambda argv: called.append(argv) or 0)
     assert main(["demo", "moe", "trainer.total_training_steps=2"]) == 0
     made, trained = called
-    assert (str(made.output), str(made.data), made.experts) == ("models/tiny-qwen3-moe", "data/column_addition", 8)
+    assert (str(made.output), str(made.data), made.experts) == (
+        "models/tiny-qwen3-moe",
+        "data/column_addition",
+        8,
+    )
     assert trained == ["config=quickstart_moe.yaml", "trainer.total_training_steps=2"]
     assert main(["demo"]) == 2 and len(called) == 3, "a model that cannot be made is not trained"
 
@@ -223,12 +259,16 @@ def test_the_demo_of_the_mismatch_runs_both_arms_and_compares_them(
     assert off.pop("name") != default.pop("name") and off == default
     assert off["actor"]["old_log_probs"] == "rollout" and off["actor"]["loss"] == "grpo"
     assert "runs/mismatch.html" in out.readouterr().out
-    assert "val/accuracy mismatch_off" in (tmp_path / "runs/mismatch.html").read_text(encoding="utf-8")
+    assert "val/accuracy mismatch_off" in (tmp_path / "runs/mismatch.html").read_text(
+        encoding="utf-8"
+    )
 
 
 SLOW = "import pathlib, time; pathlib.Path('here').touch()\n"
 ASLEEP = f"{SLOW}time.sleep(60)\n"
-CLEANS_UP = "try:\n    time.sleep(60)\nfinally:\n    pathlib.Path('again').touch()\n    time.sleep(60)\n"
+CLEANS_UP = (
+    "try:\n    time.sleep(60)\nfinally:\n    pathlib.Path('again').touch()\n    time.sleep(60)\n"
+)
 
 
 class Interrupted:
@@ -237,11 +277,16 @@ class Interrupted:
     def __init__(self, folder: Path, torch: str, command: str) -> None:
         (folder / "torch.py").write_text(torch, encoding="utf-8")
         self.folder = folder
-        (folder / "models" / "tiny-qwen3").mkdir(parents=True)  # model and data are looked for before torch is imported
+        (folder / "models" / "tiny-qwen3").mkdir(
+            parents=True
+        )  # model and data are looked for before torch is imported
         (folder / "data" / "column_addition").mkdir(parents=True)
         for file in ("train", "test"):
             (folder / "data" / "column_addition" / f"{file}.parquet").touch()
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
+        }
         words = [sys.executable, "-m", "qarl", command, "config=quickstart.yaml"]
         self.process = subprocess.Popen(
             words, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

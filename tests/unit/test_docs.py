@@ -22,7 +22,9 @@ RESULTS = ROOT / "benchmarks/results"
 _CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _ROOTS = "qarl|tests|scripts|configs|docs|benchmarks|requirements|examples"
-_PATH = re.compile(rf"(?<![\w/.-])(?:{_ROOTS})/[\w./*-]*\w/?|(?<![\w/.-])\.(?:ci|github)/\w[\w./-]*")
+_PATH = re.compile(
+    rf"(?<![\w/.-])(?:{_ROOTS})/[\w./*-]*\w/?|(?<![\w/.-])\.(?:ci|github)/\w[\w./-]*"
+)
 _TEST = re.compile(r"(?<![\w/])test_\w+\.py")
 
 
@@ -51,7 +53,9 @@ def broken_links(page: Path) -> list[str]:
 def missing_paths(page: Path) -> list[str]:
     """Files and folders of the repository that a page names, code blocks included, and that are not there."""
     named = {match.group().rstrip(".") for match in _PATH.finditer(text_of(page))}
-    tests = set(_TEST.findall(text_of(page))) - {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    tests = set(_TEST.findall(text_of(page))) - {
+        path.name for path in (ROOT / "tests").rglob("test_*.py")
+    }
     return sorted({name for name in named if not any(ROOT.glob(name.rstrip("/")))} | tests)
 
 
@@ -80,14 +84,26 @@ def test_every_metric_has_a_row_in_the_glossary() -> None:
         and re.fullmatch(rf"({kinds})/\w+(/\w+)*", node.value)
     }
     assert len(spelled) > 30 and spelled - rows - set(RENAMED) == {"critic/score"}
-    assert {name.partition("/")[0] for name in rows} >= {"mismatch", "actor", "publish", "resume", "startup"}
+    assert {name.partition("/")[0] for name in rows} >= {
+        "mismatch",
+        "actor",
+        "publish",
+        "resume",
+        "startup",
+    }
 
 
 def test_bare_names_in_the_layout_table_are_files() -> None:
     """`schema.py` in the row of `qarl/config/` is qarl/config/schema.py."""
-    rows = re.findall(r"^\| `(qarl/\w+/)` \| (.*) \|$", text_of(ROOT / "docs/architecture.md"), flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(qarl/\w+/)` \| (.*) \|$", text_of(ROOT / "docs/architecture.md"), flags=re.MULTILINE
+    )
     assert len(rows) > 8
-    named = {f"{folder}{name}" for folder, text in rows for name in re.findall(r"`([\w/]+(?:\.py|/))`", text)}
+    named = {
+        f"{folder}{name}"
+        for folder, text in rows
+        for name in re.findall(r"`([\w/]+(?:\.py|/))`", text)
+    }
     assert len(named) > 30
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
 
@@ -97,7 +113,10 @@ def test_every_unconfirmed_claim_names_code_and_a_test_that_are_there() -> None:
     device."""
     text = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
     table = text.split("<!-- unconfirmed -->")[1].split("<!-- /unconfirmed -->")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table.strip().splitlines()[2:]
+    ]
     sys.path.insert(0, str(ROOT / "scripts"))
     from gpu_parts import PARTS
 
@@ -114,26 +133,39 @@ def test_every_unconfirmed_claim_names_code_and_a_test_that_are_there() -> None:
     tests = {
         f"tests/gpu/{path.name}::{name}"
         for path in (ROOT / "tests/gpu").glob("test_*.py")
-        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        for name in re.findall(
+            r"^def (test_\w+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE
+        )
     }
     assert named <= tests
     document = json.loads((RESULTS / "gpu_check_2026-11-27.json").read_text(encoding="utf-8"))
     lines = [line for part in document["parts"].values() for line in part["output"]]
-    passed = (re.search(r"(tests/gpu/\S+::test_\w+).*PASSED|PASSED.*(tests/gpu/\S+::test_\w+)", line) for line in lines)
+    passed = (
+        re.search(r"(tests/gpu/\S+::test_\w+).*PASSED|PASSED.*(tests/gpu/\S+::test_\w+)", line)
+        for line in lines
+    )
     assert {match[1] or match[2] for match in passed if match} >= tests - named
 
 
 def test_the_index_of_results_is_that_of_the_registry() -> None:
     """Every file is in the registry, with a date, a commit, and a page that cites its proof or the file."""
     assert text_of(index.PAGE) == index.page(), "run python -m benchmarks.proofs --index"
-    assert sorted(result.file for result in results()) == sorted(path.name for path in RESULTS.iterdir())
+    assert sorted(result.file for result in results()) == sorted(
+        path.name for path in RESULTS.iterdir()
+    )
     for line in index.page().splitlines()[index.HEAD.count("\n") :]:
         *_, date, commit, page = line.strip(" |").split(" | ")
-        assert re.match(r"2\d{3}-\d{2}-\d{2}", date) and re.fullmatch(r"[0-9a-f]{7}\*?", commit) and page, line
+        assert (
+            re.match(r"2\d{3}-\d{2}-\d{2}", date)
+            and re.fullmatch(r"[0-9a-f]{7}\*?", commit)
+            and page
+        ), line
     for name, proof in proofs().items():
         page = next(result.page for result in results() if result.file == proof.file)
         text = text_of(ROOT / "docs" / page)
-        assert f"`{name}`" in text or f"proofs {name}" in text or proof.file.partition(".")[0] in text, name
+        assert (
+            f"`{name}`" in text or f"proofs {name}" in text or proof.file.partition(".")[0] in text
+        ), name
         assert proof.load().__doc__, name
 
 
@@ -142,7 +174,8 @@ def test_the_figure_is_that_of_the_result(tmp_path: Path) -> None:
     import alignment_figure
 
     alignment_figure.draw(
-        alignment_figure.mean_deltas(json.loads(text_of(alignment_figure.RESULT))), tmp_path / "new.svg"
+        alignment_figure.mean_deltas(json.loads(text_of(alignment_figure.RESULT))),
+        tmp_path / "new.svg",
     )
     # Numbers and names: another matplotlib may draw the same with other paths.
     new, old = (

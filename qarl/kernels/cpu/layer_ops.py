@@ -83,7 +83,9 @@ def causal_attention(
     output = query.new_empty(query.shape)
     sizes = [call.tokens for call in calls]
     query = query.contiguous()
-    for call, q, k, v, out in zip(calls, *(t.split(sizes) for t in (query, key, value, output)), strict=True):
+    for call, q, k, v, out in zip(
+        calls, *(t.split(sizes) for t in (query, key, value, output)), strict=True
+    ):
         # The cache must start as zeros, because the operator also multiplies masked places, and NaN times zero is NaN.
         cache = query.new_zeros(call.blocks, kv_heads, 2 * BLOCK_SIZE, head_size)
         key_cache, value_cache = cache.chunk(2, dim=2)
@@ -108,7 +110,9 @@ def causal_attention(
 
 
 @lru_cache(maxsize=4)  # all layers of a forward have the same rows
-def _calls(rows: tuple[Row, ...], heads: int, kv_heads: int, head_size: int, threads: int) -> tuple[str, list[_Call]]:
+def _calls(
+    rows: tuple[Row, ...], heads: int, kv_heads: int, head_size: int, threads: int
+) -> tuple[str, list[_Call]]:
     """Return the operator's instruction set and its calls for these rows, in their order."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -121,7 +125,10 @@ def _calls(rows: tuple[Row, ...], heads: int, kv_heads: int, head_size: int, thr
         starts = lengths.cumsum(0) - lengths
         first_blocks = row_blocks.cumsum(0) - row_blocks
         # The end of each request's queries in its row, which is also the number of keys that its last query sees.
-        ends = [torch.arange(max(prompt, 1), length + 1, dtype=torch.int32) for length, prompt in together]
+        ends = [
+            torch.arange(max(prompt, 1), length + 1, dtype=torch.int32)
+            for length, prompt in together
+        ]
         requests = torch.tensor([len(row) for row in ends])
         key_ends = torch.cat(ends)
         query_ends = (key_ends + starts.repeat_interleave(requests)).int()
@@ -141,9 +148,15 @@ def _calls(rows: tuple[Row, ...], heads: int, kv_heads: int, head_size: int, thr
         )
         tokens = int(lengths.sum())
         blocks = int(row_blocks.sum())
-        slots = torch.arange(tokens) + (first_blocks * BLOCK_SIZE - starts).repeat_interleave(lengths)
+        slots = torch.arange(tokens) + (first_blocks * BLOCK_SIZE - starts).repeat_interleave(
+            lengths
+        )
         # Beyond a row's last block, the table has blocks that the operator does not read.
-        table = (first_blocks[:, None] + torch.arange(int(row_blocks.max()))).clamp(max=blocks - 1).int()
+        table = (
+            (first_blocks[:, None] + torch.arange(int(row_blocks.max())))
+            .clamp(max=blocks - 1)
+            .int()
+        )
         block_table = table.repeat_interleave(requests, 0)
         calls.append(_Call(tokens, blocks, slots, query_starts, key_ends, block_table, schedule))
     return isa, calls
@@ -230,7 +243,9 @@ def turn(
     `cosines`, `sines`: BF16 [B or 1, T, D], whose halves are equal. The operator reads them like the rows of its table.
     """
     size = query.shape[-1]
-    table = torch.cat([cosines[..., : size // 2], sines[..., : size // 2]], -1).expand(*query.shape[:2], -1)
+    table = torch.cat([cosines[..., : size // 2], sines[..., : size // 2]], -1).expand(
+        *query.shape[:2], -1
+    )
     turned = [tensor.clone(memory_format=torch.contiguous_format) for tensor in (query, key)]
     places = torch.arange(query.shape[0] * query.shape[1])
     rows = (tensor.view(len(places), -1) for tensor in turned)
@@ -245,7 +260,10 @@ def cached_turns(rotary: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    if not isinstance(rotary, RotaryEmbedding) or type(rotary).forward_cpu is not RotaryEmbedding.forward_cpu:
+    if (
+        not isinstance(rotary, RotaryEmbedding)
+        or type(rotary).forward_cpu is not RotaryEmbedding.forward_cpu
+    ):
         return None
     cosines, sines = rotary.cos_sin_cache.chunk(2, dim=-1)
     return cosines, sines

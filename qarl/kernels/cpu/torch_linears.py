@@ -64,7 +64,9 @@ def int8_linear(
     """
     values, scale = x
     output = values.new_empty(values.shape[0], out_features, dtype=torch.bfloat16)
-    buffer = values.new_empty(min(values.shape[0], ROWS_AT_A_TIME), out_features, dtype=torch.float32)
+    buffer = values.new_empty(
+        min(values.shape[0], ROWS_AT_A_TIME), out_features, dtype=torch.float32
+    )
     fp32_bias = None if bias is None else bias.float()
     for start in range(0, values.shape[0], ROWS_AT_A_TIME):
         rows = slice(start, start + ROWS_AT_A_TIME)
@@ -100,10 +102,14 @@ class TorchInt8Linear(LinearKernel):
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
         """Transpose the weight to int8 [K, N]."""
-        return PreparedWeight(tensors["weight"].t().contiguous(), tensors["weight_scale"].t().contiguous())
+        return PreparedWeight(
+            tensors["weight"].t().contiguous(), tensors["weight_scale"].t().contiguous()
+        )
 
     @staticmethod
-    def linear(x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         return int8_linear(int_mm(prepared), quantize_int8(x), prepared.weight.shape[1], bias)
 
 
@@ -125,7 +131,9 @@ class TorchFP8Linear(LinearKernel):
         """Upcast `weight` [N, K] to FP32 for the matmul. For `_scaled_mm` return it unchanged."""
         weight = tensors["weight"]
         same_bits = _fp32_matmul_equals_scaled_mm(weight.shape[1])
-        return PreparedWeight(upcast_e4m3(weight) if same_bits else weight, tensors["weight_scale"].t().contiguous())
+        return PreparedWeight(
+            upcast_e4m3(weight) if same_bits else weight, tensors["weight_scale"].t().contiguous()
+        )
 
     @staticmethod
     def prepare_stack(tensors: Mapping[str, torch.Tensor]) -> list[PreparedWeight]:
@@ -133,15 +141,23 @@ class TorchFP8Linear(LinearKernel):
         may reuse that of `tensors`."""
         weight = tensors["weight"]
         scale = tensors["weight_scale"].transpose(1, 2).clone(memory_format=torch.contiguous_format)
-        weight = upcast_e4m3(weight) if _fp32_matmul_equals_scaled_mm(weight.shape[2]) else weight.clone()
+        weight = (
+            upcast_e4m3(weight)
+            if _fp32_matmul_equals_scaled_mm(weight.shape[2])
+            else weight.clone()
+        )
         return [PreparedWeight(*both) for both in zip(weight.unbind(), scale.unbind(), strict=True)]
 
     @staticmethod
-    def linear(x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         values, scale = quantize_fp8(x)
         padding = (0, 0, 0, max(_MIN_ROWS - x.shape[0], 0))
         if prepared.weight.dtype == FP8:
-            product = _scaled_mm(F.pad(values.view(torch.uint8), padding).view(FP8), prepared.weight)
+            product = _scaled_mm(
+                F.pad(values.view(torch.uint8), padding).view(FP8), prepared.weight
+            )
         else:
             product = F.linear(F.pad(values.float(), padding), prepared.weight)
         y = product[: x.shape[0]].mul_(scale).mul_(prepared.scale)
@@ -160,7 +176,9 @@ def upcast_e4m3(values: torch.Tensor) -> torch.Tensor:
 def _scaled_mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply e4m3 [M, K] by the transpose of e4m3 [N, K], with unit scales; return FP32 [M, N]."""
     unit_scale = torch.ones(1, dtype=torch.float32)
-    return torch._scaled_mm(x, weight.t(), scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.float32)
+    return torch._scaled_mm(
+        x, weight.t(), scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.float32
+    )
 
 
 @cache
@@ -174,7 +192,8 @@ def _fp32_matmul_equals_scaled_mm(features: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     for rows in (_MIN_ROWS, 130):
         x, weight = (
-            torch.randn(n, features, generator=generator, dtype=torch.float32).mul_(16).to(FP8) for n in (rows, 72)
+            torch.randn(n, features, generator=generator, dtype=torch.float32).mul_(16).to(FP8)
+            for n in (rows, 72)
         )
         if not torch.equal(_scaled_mm(x, weight), F.linear(x.float(), weight.float())):
             return False
@@ -199,7 +218,9 @@ class CpuW4A8Linear(LinearKernel):
         return PreparedWeight(codes.permute(1, 2, 0).contiguous(), scale.t().float().contiguous())
 
     @staticmethod
-    def linear(x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         """x [M, K] BF16, any strides -> [M, N] BF16."""
         codes, scale = prepared
         values, token_scale = quantize_int8(x)
@@ -210,7 +231,9 @@ class CpuW4A8Linear(LinearKernel):
             rows = slice(start, start + _W4A8_ROWS_AT_A_TIME)
             total = torch.zeros(values[rows].shape[0], channels, dtype=torch.float32)
             for number, (group_codes, its_scale) in enumerate(zip(codes, scale, strict=True)):
-                sums = torch._int_mm(values[rows, number * group : (number + 1) * group], group_codes)
+                sums = torch._int_mm(
+                    values[rows, number * group : (number + 1) * group], group_codes
+                )
                 total.add_(sums.float().mul_(its_scale))
             total.mul_(token_scale[rows])
             output[rows] = total if fp32_bias is None else total.add_(fp32_bias)
@@ -237,6 +260,8 @@ class DequantizedW4A16Linear(LinearKernel):
         return prepared.weight
 
     @staticmethod
-    def linear(x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         rows = x.shape[0]
         return F.linear(F.pad(x, (0, 0, 0, max(_MIN_ROWS - rows, 0))), prepared.weight, bias)[:rows]

@@ -96,11 +96,17 @@ def from_tiles(tiles: torch.Tensor) -> torch.Tensor:
 
 
 def _convert(tensors: Tensors) -> dict[str, torch.Tensor]:
-    return {"weight_tiles": to_tiles(tensors["weight_packed"]), "weight_scale": tensors["weight_scale"]}
+    return {
+        "weight_tiles": to_tiles(tensors["weight_packed"]),
+        "weight_scale": tensors["weight_scale"],
+    }
 
 
 def _restore(tensors: Tensors) -> dict[str, torch.Tensor]:
-    return {"weight_packed": from_tiles(tensors["weight_tiles"]), "weight_scale": tensors["weight_scale"]}
+    return {
+        "weight_packed": from_tiles(tensors["weight_tiles"]),
+        "weight_scale": tensors["weight_scale"],
+    }
 
 
 TILES = Layout("weight_tiles", lambda shape: shape[-2] % TILE_ROWS == 0, _convert, _restore)
@@ -128,7 +134,11 @@ class VllmCpuWNA16Linear(LinearKernel):
 
         The codes may already be in tiles, as `weight_tiles`.
         """
-        weight = tensors["weight_tiles"] if "weight_tiles" in tensors else to_tiles(tensors["weight_packed"])
+        weight = (
+            tensors["weight_tiles"]
+            if "weight_tiles" in tensors
+            else to_tiles(tensors["weight_packed"])
+        )
         return PreparedWeight(weight, tensors["weight_scale"].t().contiguous())
 
     @staticmethod
@@ -136,19 +146,33 @@ class VllmCpuWNA16Linear(LinearKernel):
         """Prepare all matrices of a stack [E, N, ...] at once. Each result is a view. Except for tiles, its memory is
         new, because a transport may reuse that of `tensors`."""
         tiles = tensors.get("weight_tiles")
-        scales = tensors["weight_scale"].transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        scales = (
+            tensors["weight_scale"].transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        )
         if tiles is None:
             tiles = to_tiles(tensors["weight_packed"])
         return [PreparedWeight(*both) for both in zip(tiles.unbind(), scales.unbind(), strict=True)]
 
     @staticmethod
-    def linear(x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         """x [M, K] BF16, any strides -> [M, N] BF16."""
-        if x.stride(1) != 1:  # the operator reads rows at their stride but assumes adjacent elements
+        if (
+            x.stride(1) != 1
+        ):  # the operator reads rows at their stride but assumes adjacent elements
             x = x.contiguous()
         output = x.new_empty(x.shape[0], prepared.scale.shape[1])
         torch.ops._C.cpu_gemm_wna16(
-            x, prepared.weight, output, prepared.scale, None, None, bias, _VALUES_PER_INT32, isa_hint()
+            x,
+            prepared.weight,
+            output,
+            prepared.scale,
+            None,
+            None,
+            bias,
+            _VALUES_PER_INT32,
+            isa_hint(),
         )
         return output
 
@@ -181,7 +205,12 @@ class VllmCpuInt8Linear(LinearKernel):
 
         scale = tensors["weight_scale"].clone()
         handler = ops.create_onednn_scaled_mm(
-            tensors["weight"].t(), scale, torch.float32, dynamic_quant=False, use_azp=False, primitive_cache_size=32
+            tensors["weight"].t(),
+            scale,
+            torch.float32,
+            dynamic_quant=False,
+            use_azp=False,
+            primitive_cache_size=32,
         )
         return PreparedInt8(handler, scale)
 
@@ -194,14 +223,18 @@ class VllmCpuInt8Linear(LinearKernel):
         return PreparedWeight(tensors["weight"].t(), tensors["weight_scale"].t())
 
     @staticmethod
-    def linear(x: torch.Tensor, prepared: PreparedInt8 | PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        x: torch.Tensor, prepared: PreparedInt8 | PreparedWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         if isinstance(prepared, PreparedWeight):
             return int8_linear(int_mm(prepared), _quantize_int8(x), prepared.weight.shape[1], bias)
         # The dtype is explicit, because vLLM loads models under a different default dtype.
         unit_scale = torch.ones(1, dtype=torch.float32)
 
         def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
-            torch.ops._C.onednn_scaled_mm(out, rows, unit_scale, None, None, None, prepared.handler.handler_tensor)
+            torch.ops._C.onednn_scaled_mm(
+                out, rows, unit_scale, None, None, None, prepared.handler.handler_tensor
+            )
 
         return int8_linear(multiply, _quantize_int8(x), prepared.handler.n, bias)
 
@@ -210,7 +243,9 @@ class VllmCpuInt8TilesLinear(LinearKernel):
     """W8A8 by `int8_scaled_mm_with_quant`, the operator of vLLM's CPUInt8ScaledMMLinearKernel on CPUs with AMX."""
 
     name = "vllm_cpu_int8_tiles"
-    quantize_input = staticmethod(quantize_int8_cuda)  # about 1 in 3,000 is rounded differently in the operator
+    quantize_input = staticmethod(
+        quantize_int8_cuda
+    )  # about 1 in 3,000 is rounded differently in the operator
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
@@ -230,13 +265,17 @@ class VllmCpuInt8TilesLinear(LinearKernel):
         return PreparedInt8Tiles(packed, F.pad(scale, padding), len(weight))
 
     @staticmethod
-    def linear(x: torch.Tensor, prepared: PreparedInt8Tiles, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        x: torch.Tensor, prepared: PreparedInt8Tiles, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         weight, scale, out_features = prepared
         if bias is not None:
             bias = F.pad(bias.float(), (0, len(scale) - out_features))
         if x.stride(1) != 1:
             x = x.contiguous()
-        y: torch.Tensor = torch.ops._C.int8_scaled_mm_with_quant(x, weight, scale, bias, x.dtype, True)
+        y: torch.Tensor = torch.ops._C.int8_scaled_mm_with_quant(
+            x, weight, scale, bias, x.dtype, True
+        )
         return y if len(scale) == out_features else y[:, :out_features].contiguous()
 
 

@@ -87,7 +87,9 @@ def unavailable() -> str | None:
     return f"this vLLM build has no {', '.join(missing_ops)}" if missing_ops else None
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, after_sum: bool) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, after_sum: bool
+) -> torch.Tensor:
     """Return the norm of x BF16 [..., K] with weight BF16 [K], as BF16.
 
     `after_sum`: whether x is the sum of a residual addition, which the engine computes in the norm's operator.
@@ -142,7 +144,11 @@ def attention_unavailable(capability: tuple[int, int] | None) -> str | None:
 
 
 def flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, lengths: Sequence[int]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    lengths: Sequence[int],
 ) -> torch.Tensor:
     """Return causal attention within each row of a pack, BF16 [T, H, D].
 
@@ -201,7 +207,10 @@ def pages(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     places = torch.arange(int(numbers.max()))
     table = torch.where(places < numbers[:, None], starts[:, None] + places, 0).to(torch.int32)
     slots = torch.cat(
-        [start * PAGE + torch.arange(n) for start, n in zip(starts.tolist(), counts.tolist(), strict=True)]
+        [
+            start * PAGE + torch.arange(n)
+            for start, n in zip(starts.tolist(), counts.tolist(), strict=True)
+        ]
     )
     return table, slots
 

@@ -104,13 +104,19 @@ def chosen_int4_kernel(shape: tuple[int, int], full_shape: tuple[int, int], grou
 @cache
 def _unusable_moe() -> str | None:
     """Return why vLLM's functions cannot be called, or None. Call `why_not_here` first."""
-    if missing := [name for name in ("moe_wna16_marlin_gemm", "moe_sum") if not hasattr(torch.ops._moe_C, name)]:
+    if missing := [
+        name for name in ("moe_wna16_marlin_gemm", "moe_sum") if not hasattr(torch.ops._moe_C, name)
+    ]:
         return f"this vLLM build has no {', '.join(missing)}"
     return unsupported_release()
 
 
 def why_not_experts(
-    scheme: str, device: torch.device, shape: ExpertsShape, group_size: int | None, classes: tuple[str, ...]
+    scheme: str,
+    device: torch.device,
+    shape: ExpertsShape,
+    group_size: int | None,
+    classes: tuple[str, ...],
 ) -> str | None:
     """Return why the functions behind `classes` cannot be used, or None if they can.
 
@@ -131,7 +137,9 @@ def chosen_experts_kernel(scheme: str, shape: ExpertsShape, group_size: int | No
     """
     config = importlib.import_module(f"{MOE}.config")
     quantization = importlib.import_module(f"{_COMPRESSED_TENSORS}.compressed_tensors")
-    methods = importlib.import_module(f"{_COMPRESSED_TENSORS}.compressed_tensors_moe.compressed_tensors_moe")
+    methods = importlib.import_module(
+        f"{_COMPRESSED_TENSORS}.compressed_tensors_moe.compressed_tensors_moe"
+    )
     layer: Any = torch.nn.Module()
     layer.moe_config = config.FusedMoEConfig(
         num_experts=shape.experts,
@@ -147,9 +155,13 @@ def chosen_experts_kernel(scheme: str, shape: ExpertsShape, group_size: int | No
         in_dtype=torch.bfloat16,
     )
     describe_experts(layer, shape.hidden)
-    vllm_quantization = quantization.CompressedTensorsConfig.from_config(_quantization_config(scheme, group_size))
+    vllm_quantization = quantization.CompressedTensorsConfig.from_config(
+        _quantization_config(scheme, group_size)
+    )
     try:
-        method = methods.CompressedTensorsMoEMethod.get_moe_method(vllm_quantization, layer, "experts")
+        method = methods.CompressedTensorsMoEMethod.get_moe_method(
+            vllm_quantization, layer, "experts"
+        )
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
         return f"nothing ({' '.join(str(error).split()) or type(error).__name__})"
     return str((getattr(method, "experts_cls", None) or type(method)).__name__)
@@ -167,7 +179,9 @@ def _quantization_config(scheme: str, group_size: int | None) -> dict[str, Any]:
     group = preset_name_to_scheme(preset, ["re:.*"])
     group.format = form
     group.weights.group_size = group_size
-    config = QuantizationConfig(config_groups={"group_0": group}, format=form, quantization_status="compressed")
+    config = QuantizationConfig(
+        config_groups={"group_0": group}, format=form, quantization_status="compressed"
+    )
     return config.model_dump(mode="json", exclude_none=True)
 
 
@@ -211,12 +225,17 @@ class VllmMacheteLinear(_PackedLinear):
         packed = tensors["weight_packed"]
         scale = tensors["weight_scale"]
         weight = ops.machete_prepack_B(
-            packed.contiguous().t(), a_type=scale.dtype, b_type=uint4b8(), group_scales_type=scale.dtype
+            packed.contiguous().t(),
+            a_type=scale.dtype,
+            b_type=uint4b8(),
+            group_scales_type=scale.dtype,
         )
         return PreparedPacked(weight, scale.t().contiguous(), len(packed))
 
     @staticmethod
-    def linear(x: torch.Tensor, prepared: PreparedPacked, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        x: torch.Tensor, prepared: PreparedPacked, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         """x [M, K] BF16 -> [M, N] BF16. The bias is added to the rounded product."""
         from vllm import _custom_ops as ops
 
@@ -273,14 +292,18 @@ class VllmMarlinLinear(_PackedLinear):
         return PreparedPacked(weight, scales, n, workspace)
 
     @staticmethod
-    def linear(x: torch.Tensor, prepared: PreparedPacked, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        x: torch.Tensor, prepared: PreparedPacked, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         """x [M, K] BF16 -> [M, N] BF16. The bias is added before rounding."""
         marlin = importlib.import_module(_MARLIN)
         n = prepared.out_features
         k = x.shape[1]
         nothing = _nothing(x.device)
         if bias is not None:
-            bias = marlin.marlin_permute_bias(marlin.marlin_pad_dim(bias, n, prepared.scales.shape[1]))
+            bias = marlin.marlin_permute_bias(
+                marlin.marlin_pad_dim(bias, n, prepared.scales.shape[1])
+            )
         y: torch.Tensor = marlin.apply_gptq_marlin_linear(
             input=x.contiguous(),
             weight=prepared.weight,
@@ -313,12 +336,19 @@ class _CutlassLinear(LinearKernel):
         return PreparedWeight(tensors["weight"].contiguous(), tensors["weight_scale"])
 
     @classmethod
-    def linear(cls, x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        cls, x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         from vllm import _custom_ops as ops
 
         values, scale = cls.quantize_input(x)
         y: torch.Tensor = ops.cutlass_scaled_mm(
-            values, prepared.weight.t(), scale_a=scale, scale_b=prepared.scale, out_dtype=x.dtype, bias=bias
+            values,
+            prepared.weight.t(),
+            scale_a=scale,
+            scale_b=prepared.scale,
+            out_dtype=x.dtype,
+            bias=bias,
         )
         return y
 
@@ -351,7 +381,10 @@ class VllmCutlassFP8Linear(_CutlassLinear):
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
-        if os.environ.get("VLLM_TEST_FORCE_FP8_MARLIN", "").strip().lower() in ("1", "true"):  # as vLLM 0.24 reads it
+        if os.environ.get("VLLM_TEST_FORCE_FP8_MARLIN", "").strip().lower() in (
+            "1",
+            "true",
+        ):  # as vLLM 0.24 reads it
             return "VLLM_TEST_FORCE_FP8_MARLIN is set"
         why_not = why_not_here(device, "cutlass_scaled_mm", capability=(8, 9))
         return why_not or _off_the_tiles(shape) or _disabled("CutlassFP8ScaledMMLinearKernel")
@@ -366,7 +399,11 @@ class VllmCutlassFP8Linear(_CutlassLinear):
 
 def _off_the_tiles(shape: tuple[int, int]) -> str | None:
     """Return why CUTLASS cannot be used for weights [N, K], or None if it can."""
-    return f"needs N and K in multiples of 16, not {list(shape)}" if shape[0] % 16 or shape[1] % 16 else None
+    return (
+        f"needs N and K in multiples of 16, not {list(shape)}"
+        if shape[0] % 16 or shape[1] % 16
+        else None
+    )
 
 
 def _disabled(kernel: str) -> str | None:

@@ -48,7 +48,9 @@ def checksum_kernel(
         words = tl.load(words_ptr + at, mask=at < count, other=0)
         if MASK != 0:
             carried = (words & MASK) + CARRY
-            magnitudes |= (carried | (carried >> 32)).to(tl.int32)  # both halves of a word have the same lanes
+            magnitudes |= (carried | (carried >> 32)).to(
+                tl.int32
+            )  # both halves of a word have the same lanes
         part = tl.sum(_mixed(words, inner), axis=0, keep_dims=True)
         outer = tl.load(outer_ptr + block + tl.arange(0, 1))
         total += tl.where(count > BLOCK, _mixed(part, outer), part)
@@ -61,7 +63,9 @@ def checksum_kernel(
 
 
 @triton.jit(do_not_specialize=["count", "tensors"])
-def checksum_rows_kernel(rows_ptr, inner_ptr, table_ptr, result_ptr, count, tensors, BLOCK: tl.constexpr):
+def checksum_rows_kernel(
+    rows_ptr, inner_ptr, table_ptr, result_ptr, count, tensors, BLOCK: tl.constexpr
+):
     """Add the checksum of one of `count` rows to result[0, tensor], and set result[1, tensor] if a float is not finite.
 
     Bytes per word: 8, at 3.3e12 B/s on H100, after the copy of the rows.
@@ -106,7 +110,9 @@ def add_checksum(
         )  # fmt: skip
 
 
-def add_row_checksums(rows: torch.Tensor, inner: torch.Tensor, table: torch.Tensor, result: torch.Tensor) -> None:
+def add_row_checksums(
+    rows: torch.Tensor, inner: torch.Tensor, table: torch.Tensor, result: torch.Tensor
+) -> None:
     """Do the same for tensors whose words are copied into `rows` int64 [R, block], each padded with zeros.
 
     `table`: int64 [5, R]. For each row it has the tensor's place in `result` int64 [2, tensors]; the row's weight, or 0

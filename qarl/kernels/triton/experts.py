@@ -29,9 +29,23 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from qarl.kernels.base import launch
 from qarl.kernels.triton.numbers import LAUNCH, e4m3_value, has_e4m3, round_bf16, to_bf16, to_fp32
 from qarl.kernels.triton.quantize import adjacent, dequantize_int4, dequantize_rows
-from qarl.kernels.triton.scaled_mm import operation_of, scaled_tile, store_scaled, takes_tma, tile_place
+from qarl.kernels.triton.scaled_mm import (
+    operation_of,
+    scaled_tile,
+    store_scaled,
+    takes_tma,
+    tile_place,
+)
 from qarl.kernels.triton.tiles import Tile, choose
-from qarl.kernels.triton.w4a16 import PTX, backward_tile, forward_tile, group_size, in_order, store_forward, store_rows
+from qarl.kernels.triton.w4a16 import (
+    PTX,
+    backward_tile,
+    forward_tile,
+    group_size,
+    in_order,
+    store_forward,
+    store_rows,
+)
 
 
 @triton.jit
@@ -86,7 +100,9 @@ def grouped_w4a16_backward_kernel(
             packed_ptr + channel * (K // 4), scale_ptr + channel * (K // GROUP), column, K, N,
             0, tl.cdiv(N, BN), BM, BN, BK, GROUP, EVEN_N, PTX,
         )  # fmt: skip
-        acc = in_order(tl.trans(acc_0), tl.trans(acc_1), tl.trans(acc_2), tl.trans(acc_3), BM, BK // 4)
+        acc = in_order(
+            tl.trans(acc_0), tl.trans(acc_1), tl.trans(acc_2), tl.trans(acc_3), BM, BK // 4
+        )
         store_rows(acc, dx_ptr, row, column, end, K, BM, BK)
 
 
@@ -105,11 +121,18 @@ def grouped_scaled_mm_kernel(
             x_ptr, w_ptr, row, expert * N + column, M, experts * N, K, stride_xm, 0, tl.cdiv(K, BK),
             BM, BN, BK, EVEN_K, TMA, FAST, ACC,
         )  # fmt: skip
-        store_scaled(acc, x_scale_ptr, w_scale_ptr + expert * N, None, y_ptr, row, column, end, N, BM, BN)
+        store_scaled(
+            acc, x_scale_ptr, w_scale_ptr + expert * N, None, y_ptr, row, column, end, N, BM, BN
+        )
 
 
 def grouped_w4a16_linear(
-    x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor, *, tile: Tile | None = None
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """Return x W_e^T with each row's expert e, BF16 [M, N].
 
@@ -132,7 +155,12 @@ def grouped_w4a16_linear(
 
 
 def grouped_w4a16_backward_input(
-    grad: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor, *, tile: Tile | None = None
+    grad: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """Return dX = grad @ W_e, BF16 [M, K], from grad BF16 [M, N] sorted by expert.
 
@@ -290,7 +318,9 @@ def clear_unused_kernel(stack_ptr, ends_ptr, size, programs, BLOCK: tl.constexpr
         start = stack_ptr + expert.to(tl.int64) * size
         for block in range(tl.program_id(1) * BLOCK, size, programs * BLOCK):
             column = block + tl.arange(0, BLOCK)
-            tl.store(start + column, tl.zeros([BLOCK], stack_ptr.dtype.element_ty), mask=column < size)
+            tl.store(
+                start + column, tl.zeros([BLOCK], stack_ptr.dtype.element_ty), mask=column < size
+            )
 
 
 def swiglu_backward(

@@ -58,13 +58,17 @@ class TritonW4A16Linear(_TritonLinear):
         return PreparedWeight(tensors["weight_packed"], tensors["weight_scale"])
 
     @classmethod
-    def linear(cls, x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        cls, x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         from qarl.kernels.triton.w4a16 import w4a16_linear
 
         return w4a16_linear(x, *prepared, bias, batch_invariant=cls.batch_invariant)
 
     @classmethod
-    def backward_input(cls, grad: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def backward_input(
+        cls, grad: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
         from qarl.kernels.triton.w4a16 import w4a16_backward_input
 
         packed = tensors["weight_packed"]
@@ -83,13 +87,22 @@ class TritonW8A8Linear(_TritonLinear):
         return PreparedWeight(tensors["weight"], tensors["weight_scale"])
 
     @classmethod
-    def linear(cls, x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        cls, x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         """x [M, K] BF16 -> [M, N] BF16. FP8 uses `fast_accumulation`, like the rollout engine."""
         from qarl.kernels.triton.quantize import quantize_tokens
         from qarl.kernels.triton.scaled_mm import scaled_mm
 
         values, scale = quantize_tokens(x, cls.dtype)
-        return scaled_mm(values, scale, *prepared, bias, fast_accumulation=True, batch_invariant=cls.batch_invariant)
+        return scaled_mm(
+            values,
+            scale,
+            *prepared,
+            bias,
+            fast_accumulation=True,
+            batch_invariant=cls.batch_invariant,
+        )
 
     @staticmethod
     def backward_input(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

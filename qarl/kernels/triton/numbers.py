@@ -75,7 +75,9 @@ def e4m3_bits(x, HARDWARE: tl.constexpr):
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) & 0xFF
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(
+        tl.uint32, bitcast=True
+    ) & 0xFF
     code = tl.where(magnitude < (121 << 23), subnormal, normal)
     code = tl.where(magnitude > 0x7F800000, 0x7F, code)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
@@ -90,7 +92,9 @@ def e4m3_value(code, HARDWARE: tl.constexpr):
     if HARDWARE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     bits = code.to(tl.uint32)
-    value = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    value = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(
+        tl.float32, bitcast=True
+    ) * 1.329227995784916e36
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
 
 

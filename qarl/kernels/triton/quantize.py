@@ -26,7 +26,15 @@ import triton
 import triton.language as tl
 
 from qarl.kernels.base import launch
-from qarl.kernels.triton.numbers import LAUNCH, e4m3_bits, e4m3_value, has_e4m3, round_bf16, to_bf16, to_fp32
+from qarl.kernels.triton.numbers import (
+    LAUNCH,
+    e4m3_bits,
+    e4m3_value,
+    has_e4m3,
+    round_bf16,
+    to_bf16,
+    to_fp32,
+)
 
 _INT_BITS = tl.constexpr(12582912.0)  # x + this has round-half-even(x) in its low bits
 _CONSTANTS = tl.constexpr(0x3F400000)  # the bits of _INT_BITS times 0x11111111, modulo 2**32
@@ -95,7 +103,9 @@ def quantize_int4_kernel(
     shifted = tl.minimum(tl.maximum(q, -8.0), 7.0) + (_INT_BITS + 8.0)
     # The bits are those of the constant plus code + 8, which is in 0..15. So the eight codes can be shifted and added
     # without a carry from one to the next. The sum of the eight constants is subtracted at the end.
-    packed = tl.sum(shifted.to(tl.int32, bitcast=True) << (lane * 4)[None, None, :], axis=2) - _CONSTANTS
+    packed = (
+        tl.sum(shifted.to(tl.int32, bitcast=True) << (lane * 4)[None, None, :], axis=2) - _CONSTANTS
+    )
     tl.store(packed_ptr + group[:, None] * (GROUP // 8) + word[None, :], packed, mask=words_exist)
     tl.store(scale_ptr + group, to_bf16(scale) if BF16_GRID else scale, mask=exists)
 
@@ -147,7 +157,9 @@ def quantize_rows_kernel(
     tl.store(scale_ptr + row, scale)
     out = row * cols + column
     if SINGLE:
-        tl.store(values_ptr + out, _row_codes(w, scale, FP8, HARDWARE, BF16_GRID), mask=column < cols)
+        tl.store(
+            values_ptr + out, _row_codes(w, scale, FP8, HARDWARE, BF16_GRID), mask=column < cols
+        )
     else:
         for start in range(0, cols, BLOCK):
             w = to_fp32(tl.load(w_ptr + start + column, mask=start + column < cols, other=0.0))
@@ -156,7 +168,9 @@ def quantize_rows_kernel(
 
 
 @triton.jit
-def dequantize_int4_kernel(packed_ptr, scale_ptr, out_ptr, words, WORDS_PER_GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def dequantize_int4_kernel(
+    packed_ptr, scale_ptr, out_ptr, words, WORDS_PER_GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
     """A program dequantizes `BLOCK` int32. A thread reads 4 bytes and writes 16.
 
     Bytes per element: 1/2 + 2 / g + 2, at 4.3e12 B/s on H200. [12288, 4096] takes 30 us.
@@ -168,22 +182,37 @@ def dequantize_int4_kernel(packed_ptr, scale_ptr, out_ptr, words, WORDS_PER_GROU
     scale = to_fp32(tl.load(scale_ptr + word // WORDS_PER_GROUP, mask=exists, other=0.0))
     code = ((packed[:, None] >> (lane * 4)[None, :]) & 0xF) - 8
     value = to_bf16(code.to(tl.float32) * scale[:, None])
-    tl.store(out_ptr + word[:, None] * 8 + lane[None, :], value, mask=exists[:, None] & (lane < 8)[None, :])
+    tl.store(
+        out_ptr + word[:, None] * 8 + lane[None, :],
+        value,
+        mask=exists[:, None] & (lane < 8)[None, :],
+    )
 
 
 @triton.jit
 def dequantize_rows_kernel(
-    values_ptr, scale_ptr, out_ptr, cols, row_stride, FP8: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr
+    values_ptr,
+    scale_ptr,
+    out_ptr,
+    cols,
+    row_stride,
+    FP8: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """A program dequantizes one block of a row. Bytes per element: 1 + 2, at 4.3e12 B/s on H200."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     code = tl.load(values_ptr + row * row_stride + column, mask=column < cols, other=0)
     value = e4m3_value(code, HARDWARE) if FP8 else code.to(tl.float32)
-    tl.store(out_ptr + row * cols + column, to_bf16(value * tl.load(scale_ptr + row)), mask=column < cols)
+    tl.store(
+        out_ptr + row * cols + column, to_bf16(value * tl.load(scale_ptr + row)), mask=column < cols
+    )
 
 
-def quantize_int4(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize_int4(
+    weight: torch.Tensor, group_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`weight` [N, K], BF16 or FP32 -> int32 [N, K/8], scales [N, K/group_size] in its dtype, and the flag, int32 [1].
 
     `group_size` is a multiple of 8 that divides K.
@@ -204,7 +233,9 @@ def quantize_int4(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, 
     return packed, scale, flag
 
 
-def quantize_rows(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize_rows(
+    weight: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`weight` [N, K] as in `quantize_int4` -> `dtype` [N, K] (int8 or e4m3), FP32 scales [N, 1], and the flag."""
     weight = adjacent(weight.detach())
     rows, cols = weight.shape
@@ -322,7 +353,9 @@ def _scale(magnitude, FP8: tl.constexpr):
         scale = tl.where(scale < 4.359654192014924e-06, 4.359654192014924e-06, scale)
         return scale, scale
     factor = tl.where(amax == 0.0, 0.0, tl.div_rn(127.0, amax))
-    return tl.div_rn(amax, 127.0), tl.where(factor > 3.4028234663852886e38, 3.4028234663852886e38, factor)
+    return tl.div_rn(amax, 127.0), tl.where(
+        factor > 3.4028234663852886e38, 3.4028234663852886e38, factor
+    )
 
 
 @triton.jit
@@ -360,7 +393,11 @@ def quantize_tokens_kernel(
     else:
         for start in range(0, cols, BLOCK):
             x = to_fp32(tl.load(x_ptr + start + column, mask=start + column < cols, other=0.0))
-            tl.store(values_ptr + out + start, _codes(x, factor, FP8, HARDWARE), mask=start + column < cols)
+            tl.store(
+                values_ptr + out + start,
+                _codes(x, factor, FP8, HARDWARE),
+                mask=start + column < cols,
+            )
 
 
 def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

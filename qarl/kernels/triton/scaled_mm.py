@@ -24,7 +24,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from qarl.kernels.base import launch
 from qarl.kernels.triton.numbers import INTERPRETED, LAUNCH, to_bf16, to_fp32
 from qarl.kernels.triton.quantize import adjacent
-from qarl.kernels.triton.tiles import Tile, architecture, choose, leave_part, processors, split, sum_parts
+from qarl.kernels.triton.tiles import (
+    Tile,
+    architecture,
+    choose,
+    leave_part,
+    processors,
+    split,
+    sum_parts,
+)
 
 
 @triton.jit
@@ -50,7 +58,19 @@ def multiply_8bit(w, x, acc, BK: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def store_scaled(acc, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, row, column, M, N, BM: tl.constexpr, BN: tl.constexpr):
+def store_scaled(
+    acc,
+    x_scale_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    y_ptr,
+    row,
+    column,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """(acc * s_w) * s_x + bias -> y [M, N], from acc [BN, BM]."""
     rows = row + tl.arange(0, BM)
     columns = column + tl.arange(0, BN)
@@ -92,8 +112,16 @@ def scaled_tile(
                 x = tl.load(x_ptr + x_rows + places)
                 w = tl.load(w_ptr + w_rows + places)
             else:
-                x = tl.load(x_ptr + x_rows + places, mask=places < K, other=0 if acc.dtype == tl.int32 else 0.0)
-                w = tl.load(w_ptr + w_rows + places, mask=places < K, other=0 if acc.dtype == tl.int32 else 0.0)
+                x = tl.load(
+                    x_ptr + x_rows + places,
+                    mask=places < K,
+                    other=0 if acc.dtype == tl.int32 else 0.0,
+                )
+                w = tl.load(
+                    w_ptr + w_rows + places,
+                    mask=places < K,
+                    other=0 if acc.dtype == tl.int32 else 0.0,
+                )
             acc = multiply_8bit(w, x, acc, BK, FAST)
     return acc
 
@@ -117,7 +145,23 @@ def scaled_mm_kernel(
             row = tile_m * BM
             column = tile_n * BN
             acc = scaled_tile(
-                x_ptr, w_ptr, row, column, M, N, K, stride_xm, 0, blocks, BM, BN, BK, EVEN_K, TMA, FAST, ACC
+                x_ptr,
+                w_ptr,
+                row,
+                column,
+                M,
+                N,
+                K,
+                stride_xm,
+                0,
+                blocks,
+                BM,
+                BN,
+                BK,
+                EVEN_K,
+                TMA,
+                FAST,
+                ACC,
             )
             store_scaled(acc, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, row, column, M, N, BM, BN)
     else:
@@ -129,7 +173,23 @@ def scaled_mm_kernel(
         row = tile_m * BM
         column = tile_n * BN
         acc = scaled_tile(
-            x_ptr, w_ptr, row, column, M, N, K, stride_xm, part * share, last, BM, BN, BK, EVEN_K, TMA, FAST, ACC
+            x_ptr,
+            w_ptr,
+            row,
+            column,
+            M,
+            N,
+            K,
+            stride_xm,
+            part * share,
+            last,
+            BM,
+            BN,
+            BK,
+            EVEN_K,
+            TMA,
+            FAST,
+            ACC,
         )
         if workspace_ptr is None:
             store_scaled(acc, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, row, column, M, N, BM, BN)
@@ -137,7 +197,9 @@ def scaled_mm_kernel(
             tiles = tl.num_programs(0)
             if leave_part(acc, workspace_ptr, counter_ptr, tile, tiles, part, parts, BN, BM):
                 total = sum_parts(workspace_ptr, counter_ptr, tile, tiles, parts, BN, BM)
-                store_scaled(total, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, row, column, M, N, BM, BN)
+                store_scaled(
+                    total, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, row, column, M, N, BM, BN
+                )
 
 
 def scaled_mm(
@@ -173,7 +235,9 @@ def scaled_mm(
         counter = None
     else:
         dtype = torch.int32 if operation == "w8a8" else torch.float32
-        count, workspace, counter = split(tile, tiles, triton.cdiv(k, tile.BK), tile.BM * tile.BN, device, dtype)
+        count, workspace, counter = split(
+            tile, tiles, triton.cdiv(k, tile.BK), tile.BM * tile.BN, device, dtype
+        )
     tma = takes_tma(x, weight)
     launch(
         scaled_mm_kernel, (programs, count),
@@ -191,7 +255,11 @@ def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
     if not INTERPRETED and (architecture(x.device) == "ampere" or torch.version.hip is not None):
         return False
     strides = (*x.stride()[:-1], *weight.stride()[:-1])
-    return all(stride % 16 == 0 for stride in strides) and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    return (
+        all(stride % 16 == 0 for stride in strides)
+        and x.data_ptr() % 16 == 0
+        and weight.data_ptr() % 16 == 0
+    )
 
 
 def operation_of(x: torch.Tensor, fast_accumulation: bool) -> str:

@@ -73,7 +73,8 @@ def tables() -> dict[str, dict[str, tuple[Rule, ...]]]:
 
     stored = json.loads(PATH.read_text(encoding="utf-8"))
     return {
-        kind: {name: tuple(map(rule, rules)) for name, rules in by_name.items()} for kind, by_name in stored.items()
+        kind: {name: tuple(map(rule, rules)) for name, rules in by_name.items()}
+        for kind, by_name in stored.items()
     }
 
 
@@ -104,7 +105,17 @@ def parts(tile: Tile, tiles: int, blocks: int, device: torch.device) -> int:
 
 
 @triton.jit
-def leave_part(acc, workspace_ptr, counter_ptr, tile, tiles, part, parts, ROWS: tl.constexpr, COLS: tl.constexpr):
+def leave_part(
+    acc,
+    workspace_ptr,
+    counter_ptr,
+    tile,
+    tiles,
+    part,
+    parts,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     """Write part `part` of tile `tile`. Return True in the program that arrives last, which must call `sum_parts`."""
     offsets = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     tl.store(workspace_ptr + (part * tiles + tile).to(tl.int64) * (ROWS * COLS) + offsets, acc)
@@ -113,7 +124,9 @@ def leave_part(acc, workspace_ptr, counter_ptr, tile, tiles, part, parts, ROWS: 
 
 
 @triton.jit
-def sum_parts(workspace_ptr, counter_ptr, tile, tiles, parts, ROWS: tl.constexpr, COLS: tl.constexpr):
+def sum_parts(
+    workspace_ptr, counter_ptr, tile, tiles, parts, ROWS: tl.constexpr, COLS: tl.constexpr
+):
     """Add the parts in the order 0, 1, 2, ... to [ROWS, COLS], in the workspace's dtype. Reset the counter to zero."""
     offsets = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     acc = tl.zeros((ROWS, COLS), workspace_ptr.dtype.element_ty)
@@ -125,7 +138,12 @@ def sum_parts(workspace_ptr, counter_ptr, tile, tiles, parts, ROWS: tl.constexpr
 
 
 def split(
-    tile: Tile, tiles: int, blocks: int, size: int, device: torch.device, dtype: torch.dtype = torch.float32
+    tile: Tile,
+    tiles: int,
+    blocks: int,
+    size: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
     """Return how many parts each sum is split into, and the workspace and counters for them. There are `tiles` sums.
     Each adds `blocks` blocks and has a result of `size` elements. If the sums are not split, return
@@ -134,7 +152,11 @@ def split(
     count = parts(tile, tiles, blocks, device)
     if count == 1:
         return 1, None, None
-    return count, torch.empty(count * tiles * size, dtype=dtype, device=device), _counters(tiles, device)
+    return (
+        count,
+        torch.empty(count * tiles * size, dtype=dtype, device=device),
+        _counters(tiles, device),
+    )
 
 
 _COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}

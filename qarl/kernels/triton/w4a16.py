@@ -79,12 +79,20 @@ def plane(packed, scale, POSITION: tl.constexpr, PTX: tl.constexpr):
         code = (packed.to(tl.int32) >> (4 * POSITION)) & 0xF
         return to_bf16((code - 8).to(tl.float32) * to_fp32(scale))
     if POSITION == 0:
-        return tl.inline_asm_elementwise(_ASSEMBLY_0, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            _ASSEMBLY_0, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2
+        )
     if POSITION == 1:
-        return tl.inline_asm_elementwise(_ASSEMBLY_1, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            _ASSEMBLY_1, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2
+        )
     if POSITION == 2:
-        return tl.inline_asm_elementwise(_ASSEMBLY_2, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2)
-    return tl.inline_asm_elementwise(_ASSEMBLY_3, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            _ASSEMBLY_2, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2
+        )
+    return tl.inline_asm_elementwise(
+        _ASSEMBLY_3, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @triton.jit
@@ -103,7 +111,9 @@ def in_order(tile_0, tile_1, tile_2, tile_3, ROWS: tl.constexpr, BH: tl.constexp
 
 
 @triton.jit
-def load_scales(scale_ptr, rows, step, groups, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr):
+def load_scales(
+    scale_ptr, rows, step, groups, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr
+):
     """Load the BF16 scales of block `step` of K: [BN] if a group spans the block, else [BN, BK / GROUP].
 
     `rows` [BN]: offset of each channel's first scale. Scales beyond the last group are zero.
@@ -140,7 +150,9 @@ def spread_scales(scale, ROWS: tl.constexpr, BH: tl.constexpr, COUNT: tl.constex
     if COUNT == 1:
         spread = tl.broadcast_to(scale[:, None], (ROWS, BH))
     else:
-        spread = tl.reshape(tl.broadcast_to(scale[:, :, None], (ROWS, COUNT, BH // COUNT)), (ROWS, BH))
+        spread = tl.reshape(
+            tl.broadcast_to(scale[:, :, None], (ROWS, COUNT, BH // COUNT)), (ROWS, BH)
+        )
     return spread
 
 
@@ -160,7 +172,9 @@ def forward_tile(
     groups = K // GROUP
     halves = tl.arange(0, BH)
     columns = tl.arange(0, BK)
-    packed_rows = channels * (groups * (GROUP // 4))  # K / 4, written so that the compiler knows its alignment
+    packed_rows = channels * (
+        groups * (GROUP // 4)
+    )  # K / 4, written so that the compiler knows its alignment
     scale_rows = channels * groups
     acc = tl.zeros((BN, BM), tl.float32)
     # Scales are too narrow for asynchronous copies. So each step loads the scales of the next one before it computes.
@@ -172,10 +186,14 @@ def forward_tile(
             packed = tl.load(packed_ptr + offsets)
             x = tl.load(x_ptr + x_offsets)
         else:
-            packed = tl.load(packed_ptr + offsets, mask=(step * BH + halves < K // 4)[None, :], other=0)
+            packed = tl.load(
+                packed_ptr + offsets, mask=(step * BH + halves < K // 4)[None, :], other=0
+            )
             x = tl.load(x_ptr + x_offsets, mask=(step * BK + columns < K)[None, :], other=0.0)
         spread = spread_scales(scale, BN, BH, COUNT)
-        scale = load_scales(scale_ptr, scale_rows, tl.minimum(step + 1, last - 1), groups, BK, GROUP, EVEN_K)
+        scale = load_scales(
+            scale_ptr, scale_rows, tl.minimum(step + 1, last - 1), groups, BK, GROUP, EVEN_K
+        )
         x_0, x_1, x_2, x_3 = by_position(x, BM, BH)
         acc = dot(plane(packed, spread, 0, PTX), tl.trans(x_0), acc)
         acc = dot(plane(packed, spread, 1, PTX), tl.trans(x_1), acc)
@@ -205,17 +223,25 @@ def backward_tile(
     acc_1 = tl.zeros((BH, BM), tl.float32)
     acc_2 = tl.zeros((BH, BM), tl.float32)
     acc_3 = tl.zeros((BH, BM), tl.float32)
-    scale = load_row_scales(scale_ptr, tl.minimum(first * BN + channels, N - 1), start // GROUP, groups, COUNT)
+    scale = load_row_scales(
+        scale_ptr, tl.minimum(first * BN + channels, N - 1), start // GROUP, groups, COUNT
+    )
     for step in range(first, last):
         rows = step * BN + channels
         existing = rows if EVEN_N else tl.minimum(rows, N - 1)
-        packed = tl.load(packed_ptr + existing[:, None] * stride + halves[None, :], mask=inside[None, :], other=0)
+        packed = tl.load(
+            packed_ptr + existing[:, None] * stride + halves[None, :], mask=inside[None, :], other=0
+        )
         if EVEN_N:
             grad = tl.load(grad_ptr + grad_rows[:, None] + rows[None, :])
         else:
-            grad = tl.load(grad_ptr + grad_rows[:, None] + rows[None, :], mask=(rows < N)[None, :], other=0.0)
+            grad = tl.load(
+                grad_ptr + grad_rows[:, None] + rows[None, :], mask=(rows < N)[None, :], other=0.0
+            )
         spread = tl.trans(spread_scales(scale, BN, BH, COUNT))
-        scale = load_row_scales(scale_ptr, tl.minimum(rows + BN, N - 1), start // GROUP, groups, COUNT)
+        scale = load_row_scales(
+            scale_ptr, tl.minimum(rows + BN, N - 1), start // GROUP, groups, COUNT
+        )
         grad = tl.trans(grad)
         packed = tl.trans(packed)
         acc_0 = dot(plane(packed, spread, 0, PTX), grad, acc_0)
@@ -233,7 +259,9 @@ def store_forward(acc, bias_ptr, y_ptr, row, column, M, N, BM: tl.constexpr, BN:
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
     mask = (row + rows < M)[None, :] & (columns < N)[:, None]
-    tl.store(y_ptr + row.to(tl.int64) * N + rows[None, :] * N + columns[:, None], to_bf16(acc), mask=mask)
+    tl.store(
+        y_ptr + row.to(tl.int64) * N + rows[None, :] * N + columns[:, None], to_bf16(acc), mask=mask
+    )
 
 
 @triton.jit
@@ -242,7 +270,9 @@ def store_rows(acc, y_ptr, row, column, M, N, BM: tl.constexpr, BN: tl.constexpr
     rows = tl.arange(0, BM)
     columns = column + tl.arange(0, BN)
     mask = (row + rows < M)[:, None] & (columns < N)[None, :]
-    tl.store(y_ptr + row.to(tl.int64) * N + rows[:, None] * N + columns[None, :], to_bf16(acc), mask=mask)
+    tl.store(
+        y_ptr + row.to(tl.int64) * N + rows[:, None] * N + columns[None, :], to_bf16(acc), mask=mask
+    )
 
 
 @triton.jit
@@ -323,7 +353,9 @@ def w4a16_linear(
     y = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
     x = adjacent(x)
     tiles = triton.cdiv(m, tile.BM) * triton.cdiv(n, tile.BN)
-    count, workspace, counter = split(tile, tiles, triton.cdiv(k, tile.BK), tile.BM * tile.BN, x.device)
+    count, workspace, counter = split(
+        tile, tiles, triton.cdiv(k, tile.BK), tile.BM * tile.BN, x.device
+    )
     launch(
         w4a16_kernel, (tiles, count),
         x, packed.view(torch.int16), scale, bias, y, workspace, counter, m, n, k, x.stride(0), count,
@@ -349,7 +381,9 @@ def w4a16_backward_input(
     dx = torch.empty(m, k, dtype=torch.bfloat16, device=grad.device)
     grad = adjacent(grad)
     tiles = triton.cdiv(m, tile.BM) * triton.cdiv(k, tile.BK)
-    count, workspace, counter = split(tile, tiles, triton.cdiv(n, tile.BN), tile.BM * tile.BK, grad.device)
+    count, workspace, counter = split(
+        tile, tiles, triton.cdiv(n, tile.BN), tile.BM * tile.BK, grad.device
+    )
     launch(
         w4a16_backward_kernel, (tiles, count),
         grad, packed.view(torch.int16), scale, dx, workspace, counter, m, n, k, grad.stride(0), count,

@@ -40,7 +40,9 @@ from qarl.quant.quantize import FLOAT_BITS
 
 BLOCK = 4096  # words in a block; all blocks have the same weights, `weights(1, ...)`
 CHUNK = 1 << 16  # words at a time on CPU, so that the intermediate tensors stay in the cache
-_GPU_CHUNK = 1 << 22  # words at a time on a GPU: enough to fill it, and at most 64 MB of intermediate tensors
+_GPU_CHUNK = (
+    1 << 22
+)  # words at a time on a GPU: enough to fill it, and at most 64 MB of intermediate tensors
 _LOWER = 0xFFFFFFFF
 
 
@@ -114,7 +116,9 @@ def weights(seed: int, count: int, device: torch.device) -> torch.Tensor:
     """Return `count` pseudorandom odd int64 numbers (splitmix64's finalizer, applied to consecutive numbers)."""
     if device.type != "cpu":
         return weights(seed, count, torch.device("cpu")).to(device)
-    numbers = (torch.arange(count, dtype=torch.int64) + seed * (1 << 40)) * _signed(0x9E3779B97F4A7C15)
+    numbers = (torch.arange(count, dtype=torch.int64) + seed * (1 << 40)) * _signed(
+        0x9E3779B97F4A7C15
+    )
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         numbers = (numbers ^ (numbers >> shift)) * _signed(factor)
     return numbers | 1
@@ -152,7 +156,10 @@ def _plan(sizes: tuple[int, ...], device: torch.device) -> _Plan:
     places = torch.arange(len(owners)) - (rows.cumsum(0) - rows)[owners]
     outer = weights(2, 1 << int(rows.max()).bit_length(), torch.device("cpu"))[places]
     start = torch.tensor([sizes, [0] * len(sizes)])
-    return _Plan(tuple(rows.tolist()), *(part.to(device) for part in (start, owners, outer, (rows > 1)[owners])))
+    return _Plan(
+        tuple(rows.tolist()),
+        *(part.to(device) for part in (start, owners, outer, (rows > 1)[owners])),
+    )
 
 
 @lru_cache(maxsize=8)
@@ -171,10 +178,14 @@ def unit_checksums(tensors: Sequence[torch.Tensor], *, finite: bool = False) -> 
     for (_, way), numbers in groups.items():
         if way == "rows":
             numbers.sort(key=lambda i: str(tensors[i].dtype))
-        results.append(_WAYS[way]([tensors[i].detach() for i in numbers], finite).to(device, non_blocking=True))
+        results.append(
+            _WAYS[way]([tensors[i].detach() for i in numbers], finite).to(device, non_blocking=True)
+        )
     together = torch.cat(results, 1) if len(results) > 1 else results[0]
     places = tuple(i for numbers in groups.values() for i in numbers)
-    return together if places == tuple(range(len(tensors))) else together[:, _inverse(places, device)]
+    return (
+        together if places == tuple(range(len(tensors))) else together[:, _inverse(places, device)]
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -188,7 +199,11 @@ def _way(tensor: torch.Tensor) -> str:
     aligned = tensor.storage_offset() * tensor.itemsize % 8 == 0
     if is_gpu(tensor.device) and aligned and _has_kernel(tensor.device):
         return "kernel"
-    return "rows" if tensor.nbytes <= (8 * CHUNK if tensor.device.type == "cpu" else _LARGEST) else "each"
+    return (
+        "rows"
+        if tensor.nbytes <= (8 * CHUNK if tensor.device.type == "cpu" else _LARGEST)
+        else "each"
+    )
 
 
 @cache
@@ -200,7 +215,9 @@ def _has_kernel(device: torch.device) -> bool:
         return True
     words = torch.arange(3 * BLOCK + 5, dtype=torch.int64, device=device) * 0x9E3779B97F4A7C1
     floats = torch.ones(1024, dtype=torch.bfloat16, device=device)
-    stack = torch.arange(3 * 5 * 2048, device=device).view(3, 5, 2048).bfloat16()  # several blocks, read in place
+    stack = (
+        torch.arange(3 * 5 * 2048, device=device).view(3, 5, 2048).bfloat16()
+    )  # several blocks, read in place
     samples = [words, floats, torch.where(floats.cumsum(0) == 700, torch.inf, floats)]
     samples += [stack, torch.where(stack == stack[2, 4, 2000], torch.inf, stack)]
     try:
@@ -210,7 +227,10 @@ def _has_kernel(device: torch.device) -> bool:
         agrees = False
         why = f"{type(error).__name__}: {error}"
     if not agrees:
-        warnings.warn(f"publishes on {device} compute checksums with PyTorch, not with the kernel: {why}", stacklevel=2)
+        warnings.warn(
+            f"publishes on {device} compute checksums with PyTorch, not with the kernel: {why}",
+            stacklevel=2,
+        )
     return agrees
 
 
@@ -227,10 +247,18 @@ def _check_by_kernel(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Ten
             small.append(i)
             continue
         outer = weights(2, 1 << (tensor.nbytes // _ROW).bit_length(), device)
-        add_checksum(tensor.contiguous(), inner, outer, results[:, i], FLOAT_BITS.get(tensor.dtype) if finite else None)
+        add_checksum(
+            tensor.contiguous(),
+            inner,
+            outer,
+            results[:, i],
+            FLOAT_BITS.get(tensor.dtype) if finite else None,
+        )
     if small:
         sizes = tuple(tensors[i].nbytes for i in small)
-        table = _row_table(tuple(small), sizes, tuple(tensors[i].dtype if finite else None for i in small), device)
+        table = _row_table(
+            tuple(small), sizes, tuple(tensors[i].dtype if finite else None for i in small), device
+        )
         rows = _rows([tensors[i] for i in small], _plan(sizes, torch.device("cpu")).counts)
         add_row_checksums(rows, inner, table, results)
     return results
@@ -238,7 +266,10 @@ def _check_by_kernel(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Ten
 
 @lru_cache(maxsize=1024)
 def _row_table(
-    numbers: tuple[int, ...], sizes: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...], device: torch.device
+    numbers: tuple[int, ...],
+    sizes: tuple[int, ...],
+    dtypes: tuple[torch.dtype | None, ...],
+    device: torch.device,
 ) -> torch.Tensor:
     """Return the table of `add_row_checksums`. `numbers`: the places of the tensors among all."""
     from qarl.kernels.triton.checksum import lanes
@@ -246,14 +277,21 @@ def _row_table(
     plan = _plan(sizes, torch.device("cpu"))
     lanes_of = torch.tensor([lanes(FLOAT_BITS.get(dtype) if dtype else None) for dtype in dtypes])
     first = plan.owners.diff(prepend=torch.tensor([-1])) != 0
-    rows = [torch.tensor(numbers)[plan.owners], plan.outer * plan.several, plan.start[0, plan.owners] * first]
+    rows = [
+        torch.tensor(numbers)[plan.owners],
+        plan.outer * plan.several,
+        plan.start[0, plan.owners] * first,
+    ]
     return torch.stack([*rows, *lanes_of[plan.owners].t()]).to(device)
 
 
 def _check_each(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Tensor:
     digests = torch.stack([checksum(tensor) for tensor in tensors])
     good = torch.zeros((), dtype=torch.bool, device=digests.device)
-    bad = [has_nonfinite(t) if finite and t.is_floating_point() and t.numel() else good for t in tensors]
+    bad = [
+        has_nonfinite(t) if finite and t.is_floating_point() and t.numel() else good
+        for t in tensors
+    ]
     return torch.stack((digests, torch.stack(bad)))
 
 
@@ -262,7 +300,10 @@ def _rows(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tenso
     zeros = _zeros(tensors[0].device)
     parts = []
     for tensor, count in zip(tensors, counts, strict=True):
-        parts += [tensor.contiguous().view(-1).view(torch.uint8), zeros[: count * _ROW - tensor.nbytes]]
+        parts += [
+            tensor.contiguous().view(-1).view(torch.uint8),
+            zeros[: count * _ROW - tensor.nbytes],
+        ]
     return torch.cat(parts).view(torch.int64).view(-1, BLOCK)
 
 
@@ -273,11 +314,15 @@ def _check_rows(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Tensor:
     rows = _rows(tensors, plan.counts)
     results = plan.start.clone()
     end = 0
-    for dtype, group in groupby(zip(tensors, plan.counts, strict=True), key=lambda pair: pair[0].dtype):
+    for dtype, group in groupby(
+        zip(tensors, plan.counts, strict=True), key=lambda pair: pair[0].dtype
+    ):
         start = end
         end = end + sum(count for _, count in group)
         if finite and (bits := FLOAT_BITS.get(dtype)):
-            wrong = (rows[start:end].view(bits.integer) & bits.magnitude_mask).amax(1) >= bits.nonfinite
+            wrong = (rows[start:end].view(bits.integer) & bits.magnitude_mask).amax(
+                1
+            ) >= bits.nonfinite
             results[1].index_add_(0, plan.owners[start:end], wrong.long())
     sums = mix(mix(rows).mul_(weights(1, BLOCK, device))).sum(1)
     again = mix(mix(sums.clone()).mul_(plan.outer))
@@ -288,7 +333,9 @@ def _check_rows(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Tensor:
 _WAYS = {"kernel": _check_by_kernel, "rows": _check_rows, "each": _check_each}
 
 
-_AT_ONCE = 1 << 24  # numbers that are looked at together, so that a large tensor needs no large intermediate one
+_AT_ONCE = (
+    1 << 24
+)  # numbers that are looked at together, so that a large tensor needs no large intermediate one
 
 
 def has_nonfinite(tensor: torch.Tensor) -> torch.Tensor:
@@ -298,7 +345,10 @@ def has_nonfinite(tensor: torch.Tensor) -> torch.Tensor:
     if bits is None:
         return ~torch.isfinite(tensor).all()
     parts = tensor.contiguous().view(bits.integer).view(-1).split(_AT_ONCE)
-    return torch.stack([(part & bits.magnitude_mask).amax() for part in parts]).amax() >= bits.nonfinite
+    return (
+        torch.stack([(part & bits.magnitude_mask).amax() for part in parts]).amax()
+        >= bits.nonfinite
+    )
 
 
 def nonfinite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -40,14 +40,18 @@ def write_unquantized(layer: Any, parts: list[Part]) -> None:
     if layer.weight.numel():
         layer.weight.data[: len(weight)].copy_(weight)
     else:
-        layer.weight = nn.Parameter(weight.clone() if len(parts) == 1 else weight, requires_grad=False)
+        layer.weight = nn.Parameter(
+            weight.clone() if len(parts) == 1 else weight, requires_grad=False
+        )
     layer.quant_method.process_weights_after_loading(layer)
     _write_bias(layer, parts)
 
 
 def write_wna16(layer: Any, parts: list[Part]) -> None:
     """Write int4 weights in blocks of 16 output channels, and the scales transposed."""
-    prepared = VllmCpuWNA16Linear.prepare({name: _fused(parts, name) for name in ("weight_packed", "weight_scale")})
+    prepared = VllmCpuWNA16Linear.prepare(
+        {name: _fused(parts, name) for name in ("weight_packed", "weight_scale")}
+    )
     layer.weight_packed.data.copy_(prepared.weight)
     layer.weight_scale.data.copy_(prepared.scale)
     _write_bias(layer, parts)
@@ -60,11 +64,18 @@ def write_int8(layer: Any, parts: list[Part]) -> None:
     kernel = layer.scheme.kernel
     weight = _fused(parts, "weight")
     layer.weight_scale.data.copy_(_fused(parts, "weight_scale"))
-    if getattr(layer, "azp_adj", None) is not None:  # used only for asymmetric activations, but kept correct
+    if (
+        getattr(layer, "azp_adj", None) is not None
+    ):  # used only for asymmetric activations, but kept correct
         layer.azp_adj.data.copy_(weight.sum(1, dtype=torch.float32) * layer.weight_scale.squeeze(1))
     dtype = getattr(layer, "params_dtype", torch.bfloat16)
     kernel.dnnl_handler = ops.create_onednn_scaled_mm(
-        weight.t(), layer.weight_scale, dtype, dynamic_quant=True, use_azp=False, primitive_cache_size=32
+        weight.t(),
+        layer.weight_scale,
+        dtype,
+        dynamic_quant=True,
+        use_azp=False,
+        primitive_cache_size=32,
     )
     _write_bias(layer, parts)
 
@@ -78,7 +89,9 @@ def write_fp8(layer: Any, parts: list[Part]) -> None:
 
 def write_own(layer: Any, parts: list[Part]) -> None:
     """Write int4 weights of a layer that runs QaRL's own kernel (`qarl.rollout.vllm_plugin.own_linears`)."""
-    layer.scheme.kernel.write(layer, {name: _fused(parts, name) for name in ("weight_packed", "weight_scale")})
+    layer.scheme.kernel.write(
+        layer, {name: _fused(parts, name) for name in ("weight_packed", "weight_scale")}
+    )
     _write_bias(layer, parts)
 
 
@@ -112,7 +125,10 @@ def _read_wna16(layer: Any, rows: list[int]) -> list[Part]:
     tiles = layer.weight_packed.data
     scales = layer.weight_scale.data
     return [
-        {TILES.codes: tiles[part.start // TILE_ROWS : part.stop // TILE_ROWS], "weight_scale": scales[:, part].t()}
+        {
+            TILES.codes: tiles[part.start // TILE_ROWS : part.stop // TILE_ROWS],
+            "weight_scale": scales[:, part].t(),
+        }
         for part in _slices(rows)
     ]
 

@@ -69,7 +69,9 @@ def compare(before: torch.Tensor, now: torch.Tensor) -> Compared:
     not wait."""
     old = _words(before)
     new = _words(now)
-    whole = now.nbytes % 8 == 0 and all(t.storage_offset() * t.itemsize % 8 == 0 for t in (old, new))
+    whole = now.nbytes % 8 == 0 and all(
+        t.storage_offset() * t.itemsize % 8 == 0 for t in (old, new)
+    )
     groups = [words.view(torch.int64) if whole else words for words in (old, new)]
     differs = groups[0] != groups[1]
     return Compared(old, new, differs, differs.sum())
@@ -114,10 +116,14 @@ def apply_changes(tensor: torch.Tensor, payload: torch.Tensor) -> None:
     coding, count = payload[:_HEADER].clone().view(torch.int64).tolist()
     start = _HEADER + _padded(count * words.itemsize)
     if coding not in (_MASK, *_GAPS) or not 0 < count <= words.numel() or start > payload.numel():
-        raise ValueError(f"a payload's header says coding {coding} and {count} of {words.numel()} words")
+        raise ValueError(
+            f"a payload's header says coding {coding} and {count} of {words.numel()} words"
+        )
     values = payload[_HEADER : _HEADER + count * words.itemsize].clone().view(words.dtype)
     coded = payload[start:].clone()  # aligned for every type
-    positions = _from_mask(coded, words.numel()) if coding == _MASK else _from_symbols(coded, coding)
+    positions = (
+        _from_mask(coded, words.numel()) if coding == _MASK else _from_symbols(coded, coding)
+    )
     if positions.numel() != count or int(positions[-1]) >= words.numel():
         raise ValueError(f"a payload's positions do not fit {count} of {words.numel()} words")
     words[positions] = values
@@ -190,7 +196,9 @@ def _from_symbols(coded: torch.Tensor, width: int) -> torch.Tensor:
 
 def _to_mask(differs: torch.Tensor) -> torch.Tensor:
     bits = F.pad(differs.to(torch.uint8), (0, _padded(differs.numel()) - differs.numel()))
-    return (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
+    return (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(
+        1, dtype=torch.uint8
+    )
 
 
 def _from_mask(coded: torch.Tensor, total: int) -> torch.Tensor:
@@ -275,7 +283,9 @@ class Tally:
 
     def add(self, name: str, tensor: torch.Tensor, changed: int) -> None:
         leaf = name.rpartition(".")[2]
-        kind = "scales" if leaf == "weight_scale" else "codes" if tensor.dtype in _LOW_BIT else "other"
+        kind = (
+            "scales" if leaf == "weight_scale" else "codes" if tensor.dtype in _LOW_BIT else "other"
+        )
         if leaf != "weight_shape":
             self.changed[kind] = self.changed.get(kind, 0) + changed
             self.words[kind] = self.words.get(kind, 0) + tensor.numel()
@@ -293,8 +303,15 @@ class Tally:
             return {}
         changed = sum(self.changed.values())
         names = {"codes": "publish/changed_codes_frac", "scales": "publish/changed_scales_frac"}
-        shares = {name: self.changed[kind] / self.words[kind] for kind, name in names.items() if self.words.get(kind)}
-        return {"publish/changed_words": float(changed), "publish/changed_frac": changed / words} | shares
+        shares = {
+            name: self.changed[kind] / self.words[kind]
+            for kind, name in names.items()
+            if self.words.get(kind)
+        }
+        return {
+            "publish/changed_words": float(changed),
+            "publish/changed_frac": changed / words,
+        } | shares
 
 
 _LOW_BIT = (torch.int32, torch.int8, torch.float8_e4m3fn)

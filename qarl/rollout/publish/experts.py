@@ -77,7 +77,9 @@ def _cut_experts(module: nn.Module, parts: list[Part]) -> list[Part]:
     if size == 1:
         return parts
     gate_up, down = parts
-    halves = {name: tensor.unflatten(1, (2, size, -1))[:, :, rank] for name, tensor in gate_up.items()}
+    halves = {
+        name: tensor.unflatten(1, (2, size, -1))[:, :, rank] for name, tensor in gate_up.items()
+    }
     return [{name: half.flatten(1, 2) for name, half in halves.items()}, columns(down, rank, size)]
 
 
@@ -107,7 +109,9 @@ def cpu_writer_of(module: nn.Module, direct: bool) -> Writer | None:
 def _is_a(module: nn.Module, method: str) -> bool:
     """Return whether the class of `module.quant_method`, or one of its base classes, is named `method`. Names are
     compared, because vLLM's modules are slow to import and may not be installed."""
-    return any(kind.__name__ == method for kind in type(getattr(module, "quant_method", None)).__mro__)
+    return any(
+        kind.__name__ == method for kind in type(getattr(module, "quant_method", None)).__mro__
+    )
 
 
 def write_low_bit(layer: Any, parts: list[Part]) -> None:
@@ -132,9 +136,13 @@ def reload(layer: Any, parts: list[Part], cut: list[Part] | None) -> None:
 
     whole = by_parameter(cut or parts)
     for name, tensor in whole.items():
-        if getattr(getattr(layer, name), "is_transposed", False):  # as vLLM stores it before it processes it
+        if getattr(
+            getattr(layer, name), "is_transposed", False
+        ):  # as vLLM stores it before it processes it
             whole[name] = tensor.transpose(1, 2)
-    if cut is None or any(getattr(layer, name).shape != tensor.shape for name, tensor in whole.items()):
+    if cut is None or any(
+        getattr(layer, name).shape != tensor.shape for name, tensor in whole.items()
+    ):
         _load_one_by_one(layer, by_parameter(parts))
         return
     for name in whole:
@@ -162,10 +170,15 @@ def _load_one_by_one(layer: Any, stacks: Part) -> None:
         for expert, tensor in enumerate(stack):
             for shard, place in shards.items():
                 parameter = getattr(layer, name)
-                parameter.weight_loader(parameter, tensor.chunk(len(shards))[place], name, shard, expert)
+                parameter.weight_loader(
+                    parameter, tensor.chunk(len(shards))[place], name, shard, expert
+                )
 
 
-_CPU_WRITERS: dict[str, Writer] = {"LowBitExpertsMethod": write_low_bit, "RepairedUnquantizedMethod": write_bf16}
+_CPU_WRITERS: dict[str, Writer] = {
+    "LowBitExpertsMethod": write_low_bit,
+    "RepairedUnquantizedMethod": write_bf16,
+}
 
 
 _Table = Mapping[str, tuple[str, tuple[str, ...]]]
@@ -181,7 +194,9 @@ MARLIN: _Table = {
 }
 
 
-def gpu_writer_of(module: nn.Module, parts: list[Part], vllm_config: Any, derived: Collection[str]) -> Writer | None:
+def gpu_writer_of(
+    module: nn.Module, parts: list[Part], vllm_config: Any, derived: Collection[str]
+) -> Writer | None:
     """Return the function that writes the experts of `module`, or None if vLLM's layerwise reload must.
 
     `parts`: this worker's part of the published stacks, on the meta device. `derived`: names of parameters that are
@@ -198,10 +213,13 @@ def gpu_writer_of(module: nn.Module, parts: list[Part], vllm_config: Any, derive
     else:
         return None
     stored = dict(module.named_parameters(recurse=False))
-    names = {name for name, parameter in stored.items() if parameter.numel() and name not in derived}
+    names = {
+        name for name, parameter in stored.items() if parameter.numel() and name not in derived
+    }
     published = by_parameter(made)
     fits = names == published.keys() and all(
-        (stored[name].shape, stored[name].dtype) == (tensor.shape, tensor.dtype) and stored[name].is_contiguous()
+        (stored[name].shape, stored[name].dtype) == (tensor.shape, tensor.dtype)
+        and stored[name].is_contiguous()
         for name, tensor in published.items()
     )
     return writer if fits else None
@@ -220,7 +238,10 @@ def _marlin_as_ours(module: nn.Module, parts: list[Part]) -> bool:
     activations = [getattr(method, name, None) for name in ("input_dtype", "marlin_input_dtype")]
     whole = all(dtype is None or dtype.itemsize == 2 for dtype in activations)
     several = {part["weight_scale"].shape[2] > 1 for part in parts}
-    even = all(not (part["weight_packed"].shape[1] % 64 or part["weight_packed"].shape[2] % 2) for part in parts)
+    even = all(
+        not (part["weight_packed"].shape[1] % 64 or part["weight_packed"].shape[2] % 2)
+        for part in parts
+    )
     return method.symmetric and method.actorder is None and whole and len(several) == 1 and even
 
 

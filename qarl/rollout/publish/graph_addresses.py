@@ -25,7 +25,13 @@ from qarl.quant.meta_model import default_dtype_kept
 
 _OURS = ("vllm", "qarl")
 """Packages whose objects are searched for tensors."""
-_LEFT_OUT = ("vllm.config", "vllm.distributed", "vllm.platforms", "vllm.compilation", "vllm.transformers_utils")
+_LEFT_OUT = (
+    "vllm.config",
+    "vllm.distributed",
+    "vllm.platforms",
+    "vllm.compilation",
+    "vllm.transformers_utils",
+)
 """Modules whose objects are not searched: settings, groups of processes, and the compiled graphs themselves."""
 _OF_MODULE = tuple(vars(nn.Module()))
 """Attributes of every nn.Module. `_children` reads its parameters, buffers and submodules separately."""
@@ -68,7 +74,9 @@ def places(modules: Mapping[str, nn.Module]) -> dict[str, Place]:
     """Return every tensor with elements that is reachable from `modules`, by its path."""
     by_path: dict[str, Place] = {}
     seen: set[int] = set()
-    stack: list[tuple[str, Any, Put | None]] = [(name, module, None) for name, module in modules.items()]
+    stack: list[tuple[str, Any, Put | None]] = [
+        (name, module, None) for name, module in modules.items()
+    ]
     while stack:
         path, value, put = stack.pop()
         if isinstance(value, torch.Tensor):
@@ -76,7 +84,11 @@ def places(modules: Mapping[str, nn.Module]) -> dict[str, Place]:
                 by_path[path] = Place(value, value.detach(), put)
         elif id(value) not in seen:
             seen.add(id(value))
-            below = [(f"{path}.{name}", v, put) for name, v, put in _children(value) if not isinstance(v, _PLAIN)]
+            below = [
+                (f"{path}.{name}", v, put)
+                for name, v, put in _children(value)
+                if not isinstance(v, _PLAIN)
+            ]
             stack += reversed(below)
     return by_path
 
@@ -90,7 +102,12 @@ def addresses_kept(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     after = places(modules)
     for path, old in before.items():
         new = after.get(path)
-        if new is None or new.put is None or new.address == old.address or _layout(new.memory) != _layout(old.memory):
+        if (
+            new is None
+            or new.put is None
+            or new.address == old.address
+            or _layout(new.memory) != _layout(old.memory)
+        ):
             continue
         old.memory.copy_(new.memory)
         old.tensor.data = old.memory
@@ -125,22 +142,36 @@ def _children(value: Any) -> Iterable[tuple[str, Any, Put | None]]:
     if isinstance(value, nn.Module):
         for members in (value._parameters, value._buffers, value._modules):
             yield from ((name, member, None) for name, member in members.items())
-        yield from ((n, v, _setter(value, n)) for n, v in list(vars(value).items()) if n not in _OF_MODULE)
+        yield from (
+            (n, v, _setter(value, n)) for n, v in list(vars(value).items()) if n not in _OF_MODULE
+        )
     elif isinstance(value, dict):
-        yield from ((f"[{key}]", item, functools.partial(value.__setitem__, key)) for key, item in value.items())
+        yield from (
+            (f"[{key}]", item, functools.partial(value.__setitem__, key))
+            for key, item in value.items()
+        )
     elif isinstance(value, list):
-        yield from ((f"[{i}]", item, functools.partial(value.__setitem__, i)) for i, item in enumerate(value))
+        yield from (
+            (f"[{i}]", item, functools.partial(value.__setitem__, i))
+            for i, item in enumerate(value)
+        )
     elif isinstance(value, tuple | set | frozenset):
         yield from ((f"[{i}]", item, None) for i, item in enumerate(value))
     elif isinstance(value, functools.partial):
-        yield from (("func", value.func, None), ("args", value.args, None), ("keywords", value.keywords, None))
+        yield from (
+            ("func", value.func, None),
+            ("args", value.args, None),
+            ("keywords", value.keywords, None),
+        )
     elif isinstance(value, MethodType):
         yield "self", value.__self__, None
     elif isinstance(value, FunctionType):
         cells = _cells(value) if _is_searched(value.__module__) else ()
         yield from ((f"cell{i}", cell, None) for i, cell in enumerate(cells))
     elif _is_searched(type(value).__module__):
-        yield from ((n, v, _setter(value, n)) for n, v in list(getattr(value, "__dict__", {}).items()))
+        yield from (
+            (n, v, _setter(value, n)) for n, v in list(getattr(value, "__dict__", {}).items())
+        )
 
 
 def _setter(holder: Any, name: str) -> Put:

@@ -73,7 +73,11 @@ class PublishReport:
 
     @classmethod
     def of(
-        cls, tensors: Sequence[NamedTensor], expected: Manifest, version: int, seconds: dict[str, float]
+        cls,
+        tensors: Sequence[NamedTensor],
+        expected: Manifest,
+        version: int,
+        seconds: dict[str, float],
     ) -> PublishReport:
         """Return the report of a publish of `tensors`, whose quantized layers are those of `expected`."""
         layers = quantized_layers(expected)
@@ -92,15 +96,22 @@ class PublishReport:
     @property
     def quantized_ratio(self) -> float:
         """Bytes of the quantized layers as a share of their BF16 bytes (1 if nothing is quantized)."""
-        return self.quantized_bytes / self.quantized_bf16_bytes if self.quantized_bf16_bytes else 1.0
+        return (
+            self.quantized_bytes / self.quantized_bf16_bytes if self.quantized_bf16_bytes else 1.0
+        )
 
     def metrics(self, quantizing: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics `publish/*`: bytes, the ratio of bytes to BF16 in the quantized layers, and seconds by
         phase.
 
         `quantizing`: seconds of the quantizer by phase, summed over all optimizer steps of the training step."""
-        sizes = {"publish/mbytes": self.bytes / 1e6, "publish/quantized_ratio": self.quantized_ratio}
-        seconds = {f"publish/{phase}_s": value for phase, value in {**quantizing, **self.seconds}.items()}
+        sizes = {
+            "publish/mbytes": self.bytes / 1e6,
+            "publish/quantized_ratio": self.quantized_ratio,
+        }
+        seconds = {
+            f"publish/{phase}_s": value for phase, value in {**quantizing, **self.seconds}.items()
+        }
         return sizes | seconds
 
 
@@ -129,8 +140,13 @@ def expected_manifest(
             matrix = next(matrices(name, tuple(tensor.shape))).name
             plain = {"weight": (tensor.dtype, tuple(tensor.shape[1:]))}
             wire = scheme.wire_specs(*tensor.shape[1:]) if matrix in linears else plain
-            specs = {leaf: TensorSpec(dtype, (len(tensor), *shape)) for leaf, (dtype, shape) in wire.items()}
-            manifest |= {f"{name}.{leaf}": spec for leaf, spec in specs.items() if leaf != "weight_shape"}
+            specs = {
+                leaf: TensorSpec(dtype, (len(tensor), *shape))
+                for leaf, (dtype, shape) in wire.items()
+            }
+            manifest |= {
+                f"{name}.{leaf}": spec for leaf, spec in specs.items() if leaf != "weight_shape"
+            }
         elif owner in linears and leaf == "weight":
             for suffix, (dtype, shape) in scheme.wire_specs(*tensor.shape).items():
                 manifest[f"{owner}.{suffix}"] = TensorSpec(dtype, shape)
@@ -174,7 +190,9 @@ def engines_manifest(hf_config: Any, vllm_model: Any) -> Manifest:
 
 def quantized_layers(manifest: Manifest) -> set[str]:
     """Return the names of the quantized layers. In every scheme these are the layers that have scales."""
-    return {name.removesuffix(".weight_scale") for name in manifest if name.endswith(".weight_scale")}
+    return {
+        name.removesuffix(".weight_scale") for name in manifest if name.endswith(".weight_scale")
+    }
 
 
 def without_wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -241,7 +259,9 @@ def check_specs(
         seen.add(name)
     problems += [f"{name}: missing" for name in expected if name not in seen]
     if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        shown = "; ".join(problems[:8]) + (
+            f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        )
         raise UserError(
             f"the weights cannot be published: {len(problems)} tensors do not fit the engine",
             where=shown,
@@ -268,6 +288,8 @@ def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     return [
         name
         for members in by_device.values()
-        for (name, _), bad in zip(members, nonfinite([tensor for _, tensor in members]).tolist(), strict=True)
+        for (name, _), bad in zip(
+            members, nonfinite([tensor for _, tensor in members]).tolist(), strict=True
+        )
         if bad
     ]

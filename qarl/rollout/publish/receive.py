@@ -175,7 +175,8 @@ class WeightReceiver:
             self._begin(wire.read_record(name, tensor))
         elif self._open is None:
             raise wire.TransferFailed(
-                f"{name} arrived outside of a publish", why=f"a publish must start with the record {wire.BEGIN}"
+                f"{name} arrived outside of a publish",
+                why=f"a publish must start with the record {wire.BEGIN}",
             )
         elif name == wire.UNIT:
             if self._is_delta:
@@ -189,13 +190,17 @@ class WeightReceiver:
 
     def _open_version(self, version: int) -> None:
         if self.broken:
-            raise ReloadFailed("this engine is broken and takes no more publishes", why=self.stale_because)
+            raise ReloadFailed(
+                "this engine is broken and takes no more publishes", why=self.stale_because
+            )
         version = checked_version(version)
         note_older(version, self.version)
         self._open, self._seen, self._unit, self._compare = version, set(), [], []
         self.seconds = {"transfer": 0.0, "apply": 0.0}
         self.mark_stale(f"the publish of version {version} did not complete", doubt=False)
-        if self._checks_addresses and not self._places:  # else a publish was aborted: its moves count too
+        if (
+            self._checks_addresses and not self._places
+        ):  # else a publish was aborted: its moves count too
             self._places = graph_addresses.places({"model": self.model})
 
     def _begin(self, record: dict[str, Any]) -> None:
@@ -221,7 +226,9 @@ class WeightReceiver:
             unit = unit_of(names[0]) if names else "a unit"
             raise wire.not_as_sent(unit, names, self._units.get(unit, []))
         computed = unit_checksums([tensor for _, tensor in self._unit])[0]
-        self._compare.append((names, torch.stack((computed, digests.to(computed.device, non_blocking=True)))))
+        self._compare.append(
+            (names, torch.stack((computed, digests.to(computed.device, non_blocking=True))))
+        )
         self._check_new(self._unit)
         self._write(dict(self._unit))
         if self.cache:
@@ -270,7 +277,9 @@ class WeightReceiver:
                 else f"the last record has version {record['version']}",
             )
         digests = self._compare_digests()
-        fingerprint = self.cache and self.cache.commit(self._open, None if self._is_delta else digests)
+        fingerprint = self.cache and self.cache.commit(
+            self._open, None if self._is_delta else digests
+        )
         if self.cache and fingerprint != record.get("fingerprint"):
             raise wire.TransferFailed(
                 f"the engine's tensors differ from version {self._open} of the trainer's",

@@ -91,7 +91,12 @@ class WeightServer:
     `_HELLO_SECONDS`."""
 
     def __init__(
-        self, token: str, *, host: str = LOOPBACK, receivers: int = 1, seconds: float = DEFAULT_SECONDS
+        self,
+        token: str,
+        *,
+        host: str = LOOPBACK,
+        receivers: int = 1,
+        seconds: float = DEFAULT_SECONDS,
     ) -> None:
         self.token = token
         self.receivers = receivers
@@ -133,12 +138,18 @@ class WeightServer:
         end = time.monotonic() + self.seconds
         while len(peers) < self.receivers:
             self._socket.settimeout(max(end - time.monotonic(), 1e-3))
-            with _lost(f"{self.receivers - len(peers)} of {self.receivers} receivers", self.seconds):
+            with _lost(
+                f"{self.receivers - len(peers)} of {self.receivers} receivers", self.seconds
+            ):
                 peer, _ = self._socket.accept()
             open_sockets.callback(peer.close)
             try:
                 fingerprints.append(self._welcome(peer)["fingerprint"])
-            except (OSError, KeyError, TransferFailed):  # not a receiver, or a lost one; others may still connect
+            except (
+                OSError,
+                KeyError,
+                TransferFailed,
+            ):  # not a receiver, or a lost one; others may still connect
                 peer.close()
                 continue
             peer.settimeout(self.seconds)
@@ -197,7 +208,11 @@ class WeightClient:
         challenges = str(_receive_header(self._socket).get("challenge")), mine
         _send(
             self._socket,
-            {"challenge": mine, "proof": _proof(token, "receiver", *challenges), "fingerprint": fingerprint},
+            {
+                "challenge": mine,
+                "proof": _proof(token, "receiver", *challenges),
+                "fingerprint": fingerprint,
+            },
         )
         if not _proves(_receive_header(self._socket), _proof(token, "sender", *challenges)):
             raise TransferFailed(
@@ -293,7 +308,9 @@ def _send(peer: socket.socket, header: dict[str, Any], data: memoryview | bytes 
     content = json.dumps(header).encode()
     peer.sendall(len(content).to_bytes(4, "big") + content)
     view = memoryview(data)
-    for start in range(0, len(view), _PIECE):  # the time limit is for one piece, not for a tensor of any size
+    for start in range(
+        0, len(view), _PIECE
+    ):  # the time limit is for one piece, not for a tensor of any size
         peer.sendall(view[start : start + _PIECE])
 
 
@@ -315,7 +332,9 @@ def _receive(peer: socket.socket, size: int) -> bytearray:
     while have < size:
         count = peer.recv_into(view[have : have + _PIECE])
         if not count:
-            raise ConnectionResetError("the connection was closed in the middle; a trainer with another token does so")
+            raise ConnectionResetError(
+                "the connection was closed in the middle; a trainer with another token does so"
+            )
         have += count
     return data
 
@@ -346,7 +365,11 @@ def _receive_tensor(peer: socket.socket, header: dict[str, Any], limit: int) -> 
         )
     if not spec.nbytes:
         return torch.empty(spec.shape, dtype=spec.dtype)
-    return torch.frombuffer(_receive(peer, spec.nbytes), dtype=torch.uint8).view(spec.dtype).view(spec.shape)
+    return (
+        torch.frombuffer(_receive(peer, spec.nbytes), dtype=torch.uint8)
+        .view(spec.dtype)
+        .view(spec.shape)
+    )
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview | bytes:

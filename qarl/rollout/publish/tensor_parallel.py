@@ -35,7 +35,9 @@ def cut_of_split(module: nn.Module, parts: int) -> Cut | None:
 
     `parts`: number of checkpoint modules in `module`, which is more than 1 if vLLM fuses them."""
     cut = _CUTS.get(type(module).__name__)
-    if cut in (_cut_columns, _cut_heads) and parts != len(getattr(module, "output_partition_sizes", ())):
+    if cut in (_cut_columns, _cut_heads) and parts != len(
+        getattr(module, "output_partition_sizes", ())
+    ):
         return None  # the checkpoint has one fused matrix, and equal cuts would mix its layers
     return cut
 

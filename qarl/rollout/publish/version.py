@@ -33,4 +33,6 @@ def checked_version(version: Any) -> int:
 def note_older(version: int, before: int | None) -> None:
     """Say it if the engine had a higher version `before`. None: it had no version."""
     if before is not None and version < before:
-        note(f"the rollout engine had version {before} and gets version {version}; responses to come count as older")
+        note(
+            f"the rollout engine had version {before} and gets version {version}; responses to come count as older"
+        )

@@ -53,7 +53,9 @@ RETRY = (
 class TransferFailed(UserError):
     """The received data differs from the sent data. Publishing again may work."""
 
-    def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str = RETRY) -> None:
+    def __init__(
+        self, what: str, *, where: str | None = None, why: str | None = None, fix: str = RETRY
+    ) -> None:
         super().__init__(what, where=where, why=why, fix=fix)
 
 
@@ -66,7 +68,9 @@ def read_record(name: str, tensor: torch.Tensor) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(tensor.cpu().numpy().tobytes())
     except ValueError as error:
-        raise TransferFailed(f"the record {name} of a publish cannot be read", why=str(error)) from error
+        raise TransferFailed(
+            f"the record {name} of a publish cannot be read", why=str(error)
+        ) from error
     return content
 
 
@@ -170,11 +174,18 @@ def send_changes(
     `results`: those of `unit_checksums` for `members`. Other arguments are as in `encode_publish`."""
     compared = [cache.compare(name, tensor) for name, tensor in members]
     none = results.new_zeros(())
-    counts = [none if pair is None else pair.count.to(results.device, non_blocking=True) for pair in compared]
-    sums, _, differing = torch.cat((results, torch.stack(counts)[None])).tolist()  # the host waits once
+    counts = [
+        none if pair is None else pair.count.to(results.device, non_blocking=True)
+        for pair in compared
+    ]
+    sums, _, differing = torch.cat(
+        (results, torch.stack(counts)[None])
+    ).tolist()  # the host waits once
     digests: dict[str, int] = {}
     deltas: list[str] = []
-    for (name, tensor), comparison, digest, count in zip(members, compared, sums, differing, strict=True):
+    for (name, tensor), comparison, digest, count in zip(
+        members, compared, sums, differing, strict=True
+    ):
         if comparison is not None:
             changed, payload = find_changes(comparison, count)
             tally.add(name, tensor, changed)
@@ -190,7 +201,10 @@ def send_changes(
 
 
 def receive_changes(
-    unit: Mapping[str, Any], sent: list[NamedTensor], members: Collection[str], cache: PublishedCache
+    unit: Mapping[str, Any],
+    sent: list[NamedTensor],
+    members: Collection[str],
+    cache: PublishedCache,
 ) -> None:
     """Apply to `cache` the tensors that `send_changes` has yielded for a unit before its record, `unit`.
 
@@ -210,7 +224,9 @@ def receive_changes(
                 raise ValueError(f"it is not a tensor of {unit['unit']}")
             cache.take(name, tensor, digests[name], is_delta=name in unit["deltas"])
         except ValueError as error:
-            raise TransferFailed(f"the changes of {name} cannot be applied", why=str(error)) from error
+            raise TransferFailed(
+                f"the changes of {name} cannot be applied", why=str(error)
+            ) from error
 
 
 class DeltaSender:
@@ -228,7 +244,12 @@ class DeltaSender:
         return sent | self.tally.metrics()
 
     def stream(
-        self, tensors: Iterable[NamedTensor], *, version: int, receivers: Collection[str | None], **options: Any
+        self,
+        tensors: Iterable[NamedTensor],
+        *,
+        version: int,
+        receivers: Collection[str | None],
+        **options: Any,
     ) -> Iterator[NamedTensor]:
         """Yield the stream of a publish, as `encode_publish` does with `options`.
 
@@ -236,5 +257,7 @@ class DeltaSender:
         mine = self.cache.fingerprint
         same = mine is not None and bool(receivers) and all(theirs == mine for theirs in receivers)
         self.tally = Tally()
-        encoded = encode_publish(tensors, version=version, cache=self.cache, is_delta=same, tally=self.tally, **options)
+        encoded = encode_publish(
+            tensors, version=version, cache=self.cache, is_delta=same, tally=self.tally, **options
+        )
         yield from self.tally.count(encoded)

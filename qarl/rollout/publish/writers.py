@@ -74,7 +74,10 @@ DERIVED = {
     "cos_sin_cache": "of the rotary embedding, computed from the config",
     "inv_freq": "of the rotary embedding, computed from the config",
     "normalizer": "of Gemma's embedding, computed from the config",
-    **dict.fromkeys(("_q_scale", "_k_scale", "_v_scale", "_prob_scale"), "always 1: the KV cache is not quantized"),
+    **dict.fromkeys(
+        ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"),
+        "always 1: the KV cache is not quantized",
+    ),
     "weight_shape": "of a packed weight, known from the config",
     "w13_weight_shape": "of packed experts, known from the config",
     "w2_weight_shape": "of packed experts, known from the config",
@@ -96,13 +99,17 @@ class WritePlan:
             engine; or the engine computes a different scheme.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: Any, expected: Manifest, *, direct: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, vllm_config: Any, expected: Manifest, *, direct: bool = True
+    ) -> None:
         self.model = model
         self.vllm_config = vllm_config
         self.by_owner: dict[str, Target] = {}
         self.modules = modules = dict(without_wrappers(model))
         inner = loaded_below(WRAPPED)
-        self._inner = {module: inner for name, module in model.named_modules() if name.endswith(WRAPPED)}
+        self._inner = {
+            module: inner for name, module in model.named_modules() if name.endswith(WRAPPED)
+        }
         fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         fused_into = {part: whole for whole, parts in fused.items() for part in parts}
         targets: dict[str, Target] = {}
@@ -139,7 +146,11 @@ class WritePlan:
         if self.vllm_config.parallel_config.world_size > 1:
             return {}
         weights = ((name.rpartition("."), spec.shape[0]) for name, spec in expected.items())
-        rows = {owner: count for (owner, _, leaf), count in weights if leaf in ("weight", "weight_packed")}
+        rows = {
+            owner: count
+            for (owner, _, leaf), count in weights
+            if leaf in ("weight", "weight_packed")
+        }
         views: dict[str, torch.Tensor] = {}
         for target in {target.name: target for target in self.by_owner.values()}.values():
             reader = cpu_layers.READERS.get(target.writer)
@@ -167,9 +178,17 @@ class WritePlan:
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None and tensor.numel() and name not in DERIVED
         }
-        written = {place for place in tensors if place in published or (place[0] in reloaded and place[1] != "bias")}
+        written = {
+            place
+            for place in tensors
+            if place in published or (place[0] in reloaded and place[1] != "bias")
+        }
         storages = {tensors[place].data_ptr() for place in written}
-        left = [".".join(place) for place, tensor in tensors.items() if tensor.data_ptr() not in storages]
+        left = [
+            ".".join(place)
+            for place, tensor in tensors.items()
+            if tensor.data_ptr() not in storages
+        ]
         if left:
             shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
             raise UserError(
@@ -210,16 +229,22 @@ class WritePlan:
             for leaf, tensor in parts[owner].items()
         }
         modules = [target.module for target in targets]
-        with _reloading(self.vllm_config, modules, [owner for target in targets for owner in target.parts]):
+        with _reloading(
+            self.vllm_config, modules, [owner for target in targets for owner in target.parts]
+        ):
             loader: Any = self.model
             for target in stacks:
                 whole = [parts[owner] for owner in target.parts]
-                experts.reload(target.module, whole, target.cut(target.module, whole) if target.cut else None)
+                experts.reload(
+                    target.module, whole, target.cut(target.module, whole) if target.cut else None
+                )
             if others:
                 loader.load_weights(others.items())
 
 
-def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str, str]) -> str | None:
+def _place(
+    owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str, str]
+) -> str | None:
     """Return the engine's module for the checkpoint module `owner`: the first that exists of the experts' module, the
     fused layer, the module of the same name, and its nearest parent. Return None if none exists."""
     if place := experts.place_of(owner, modules):
@@ -231,7 +256,11 @@ def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str
     while owner and owner not in modules:
         owner = owner.rpartition(".")[0]
     # A decoder layer or the whole model does not count as a parent, because it would not load the tensor itself.
-    return owner if owner and (modules[owner]._parameters or hasattr(modules[owner], "quant_method")) else None
+    return (
+        owner
+        if owner and (modules[owner]._parameters or hasattr(modules[owner], "quant_method"))
+        else None
+    )
 
 
 def _is_on_cpu(module: nn.Module) -> bool:
@@ -241,7 +270,11 @@ def _is_on_cpu(module: nn.Module) -> bool:
 def _without_memory(expected: Manifest, owner: str) -> Part:
     """Return the published tensors of the checkpoint module `owner`, on the meta device."""
     named = ((name.rpartition("."), spec) for name, spec in expected.items())
-    return {leaf: torch.empty(s.shape, dtype=s.dtype, device="meta") for (of, _, leaf), s in named if of == owner}
+    return {
+        leaf: torch.empty(s.shape, dtype=s.dtype, device="meta")
+        for (of, _, leaf), s in named
+        if of == owner
+    }
 
 
 def _choose_writer(target: Target, direct: bool) -> Writer | None:
@@ -273,9 +306,16 @@ def _choose_writer(target: Target, direct: bool) -> Writer | None:
         return None
     if scheme is None and not hasattr(module, "quant_method") and not list(module.children()):
         return cpu_layers.write_plain
-    method_classes = type(getattr(module, "quant_method", None)).__mro__  # QaRL's own are subclasses of vLLM's
+    method_classes = type(
+        getattr(module, "quant_method", None)
+    ).__mro__  # QaRL's own are subclasses of vLLM's
     return writer or next(
-        (cpu_layers.WRITERS[kind.__name__] for kind in method_classes if kind.__name__ in cpu_layers.WRITERS), None
+        (
+            cpu_layers.WRITERS[kind.__name__]
+            for kind in method_classes
+            if kind.__name__ in cpu_layers.WRITERS
+        ),
+        None,
     )
 
 
@@ -285,7 +325,9 @@ def cut_of(module: nn.Module, parts: int) -> Cut | None:
     `parts`: number of checkpoint modules in `module`."""
     if holds_experts(module):
         return experts.cut_of_experts(module)
-    if getattr(module, "tp_size", 1) == 1 or any(kind.__name__ == "ReplicatedLinear" for kind in type(module).__mro__):
+    if getattr(module, "tp_size", 1) == 1 or any(
+        kind.__name__ == "ReplicatedLinear" for kind in type(module).__mro__
+    ):
         return _whole
     return cut_of_split(module, parts)
 
@@ -299,9 +341,14 @@ def _reloading(vllm_config: Any, modules: list[nn.Module], owners: list[str]) ->
     """In this context, load the weights of `modules` with their `weight_loader`, for vLLM's layerwise reload.
 
     vLLM processes them as at the engine's start, and copies the results into the old storage."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
-    with graph_addresses.as_vllm_loads(vllm_config, {f"module{i}": module for i, module in enumerate(modules)}):
+    with graph_addresses.as_vllm_loads(
+        vllm_config, {f"module{i}": module for i, module in enumerate(modules)}
+    ):
         for module in modules:
             initialize_layerwise_reload(module)
         try:
@@ -310,7 +357,9 @@ def _reloading(vllm_config: Any, modules: list[nn.Module], owners: list[str]) ->
                 finalize_layerwise_reload(module, vllm_config.model_config)
         except BaseException as error:
             names = ", ".join(owners[:4])
-            raise ReloadFailed(f"vLLM could not reload {names} ...", why=f"{type(error).__name__}: {error}") from error
+            raise ReloadFailed(
+                f"vLLM could not reload {names} ...", why=f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def refresh_tied_layers(model: nn.Module) -> None:

@@ -32,7 +32,11 @@ from qarl.vllm_versions import transfer_factories
 ENTRY_POINT = "qarl"
 """The plugin's name in `vllm.general_plugins`. The environment variable VLLM_PLUGINS uses the same name."""
 _CALLED = "vLLM has not called it"
-_why_not: dict[str, str | None] = {"own_linears": _CALLED, "cpu_experts": _CALLED, "cpu_bf16_linears": _CALLED}
+_why_not: dict[str, str | None] = {
+    "own_linears": _CALLED,
+    "cpu_experts": _CALLED,
+    "cpu_bf16_linears": _CALLED,
+}
 """Module of the plugin -> why its classes are not registered in this process, or None if they are or are not needed."""
 
 
@@ -41,7 +45,9 @@ def register() -> None:
     never raises, because an unsupported version of vLLM can still serve dense models."""
     from vllm.platforms import current_platform
 
-    for factory, name in zip(transfer_factories(), ("QaRLTransferEngine", "QaRLTrainerTransfer"), strict=False):
+    for factory, name in zip(
+        transfer_factories(), ("QaRLTransferEngine", "QaRLTrainerTransfer"), strict=False
+    ):
         with suppress(ValueError):  # registered already
             factory.register_engine(ENTRY_POINT, f"{__name__}.transfer", name)
     for module, why_not in _why_not.items():
@@ -52,13 +58,17 @@ def register() -> None:
                 importlib.import_module(f"{__name__}.{module}").register()
             _why_not[module] = None
         except (ImportError, AttributeError, TypeError, AssertionError) as error:
-            _why_not[module] = f"the plugin does not support this version of vLLM: {type(error).__name__}: {error}"
+            _why_not[module] = (
+                f"the plugin does not support this version of vLLM: {type(error).__name__}: {error}"
+            )
 
 
 def check_linears_loaded(kernels: str) -> None:
     """Raise UserError if `quant.kernels` asks for QaRL's own kernels and they are not registered in this process."""
     if kernels != "engine" and _loaded("own_linears") is not None:
-        raise _error("own_linears", "vLLM runs without QaRL's linear kernels", f"quant.kernels={kernels}, ")
+        raise _error(
+            "own_linears", "vLLM runs without QaRL's linear kernels", f"quant.kernels={kernels}, "
+        )
 
 
 def check_loaded(hf_config: Any) -> None:
@@ -130,11 +140,16 @@ def _error(module: str, what: str, where: str = "") -> UserError:
     elif why == _CALLED:
         why = "this installation of qarl has no entry point in vllm.general_plugins"
         fix = "install qarl again with pip"
-    return UserError(what, where=f"{where}entry point {ENTRY_POINT} of vllm.general_plugins", why=why, fix=fix)
+    return UserError(
+        what, where=f"{where}entry point {ENTRY_POINT} of vllm.general_plugins", why=why, fix=fix
+    )
 
 
 def experts_of(hf_config: Any) -> int:
     """Return the number of experts per layer, or 0 for a dense model. vLLM reads the same config keys."""
     text = getattr(hf_config, "text_config", None) or hf_config
     names = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
-    return next((count for name in names if isinstance(count := getattr(text, name, None), int) and count), 0)
+    return next(
+        (count for name in names if isinstance(count := getattr(text, name, None), int) and count),
+        0,
+    )

@@ -15,7 +15,9 @@ from torch import nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.kernels import linear as vllm_linear
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
-from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearLayerConfig
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    Int8ScaledMMLinearLayerConfig,
+)
 from vllm.platforms import current_platform
 
 from qarl.rollout.vllm_plugin.own_linears import Answer, disabled_kernels
@@ -35,7 +37,9 @@ class QaRLAdaptedInt8LinearKernel(CPUInt8ScaledMMLinearKernel):
         super().process_weights_after_loading(layer)
         name = self.layer_param_names[0]
         if getattr(layer, name) is None:
-            setattr(layer, name, nn.Parameter(torch.empty(0, dtype=torch.int8), requires_grad=False))
+            setattr(
+                layer, name, nn.Parameter(torch.empty(0, dtype=torch.int8), requires_grad=False)
+            )
 
 
 @cache

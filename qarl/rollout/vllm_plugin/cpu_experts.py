@@ -54,7 +54,9 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
 from vllm.model_executor.utils import set_weight_attrs
 
 from qarl.errors import UserError
@@ -69,7 +71,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 def register() -> None:
     """Put the classes into vLLM's registries."""
-    UnquantizedFusedMoEMethod.register_oot(RepairedUnquantizedMethod, name=UnquantizedFusedMoEMethod.__name__)
+    UnquantizedFusedMoEMethod.register_oot(
+        RepairedUnquantizedMethod, name=UnquantizedFusedMoEMethod.__name__
+    )
     register_quantization_config("compressed-tensors")(QaRLCompressedTensorsConfig)
 
 
@@ -109,8 +113,15 @@ class LowBitFusedExperts(_ShowsRouting):
     ) -> torch.Tensor:
         """Return the experts' output, BF16 [T, H]. `hidden_states` [T, H] and `router_logits` [T, E] are BF16.
         `settings`: vLLM's other arguments, all by name."""
-        names = ("num_expert_group", "topk_group", "e_score_correction_bias", "routed_scaling_factor")
-        weights, ids = self._select_experts(hidden_states, router_logits, *(settings[name] for name in names))
+        names = (
+            "num_expert_group",
+            "topk_group",
+            "e_score_correction_bias",
+            "routed_scaling_factor",
+        )
+        weights, ids = self._select_experts(
+            hidden_states, router_logits, *(settings[name] for name in names)
+        )
         assert self.prepared is not None
         return CpuExperts.forward(hidden_states, weights, ids, self.prepared)
 
@@ -138,7 +149,9 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """Register empty parameters. Raise UserError if the kernel cannot multiply experts of these sizes."""
-        shape = ExpertsShape(num_experts, self.moe.experts_per_token, hidden_size, intermediate_size_per_partition)
+        shape = ExpertsShape(
+            num_experts, self.moe.experts_per_token, hidden_size, intermediate_size_per_partition
+        )
         self._check(layer, shape)
         sizes = ((2 * shape.intermediate, hidden_size), (hidden_size, shape.intermediate))
         kind = "group" if self.group_size else "channel"
@@ -146,9 +159,13 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
             wire = self.scheme.wire_specs(rows, columns)
             for name in self.names:
                 dtype, size = wire[name]
-                parameter = nn.Parameter(torch.empty(num_experts, *size, dtype=dtype), requires_grad=False)
+                parameter = nn.Parameter(
+                    torch.empty(num_experts, *size, dtype=dtype), requires_grad=False
+                )
                 layer.register_parameter(f"{stack}_{name}", parameter)
-                set_weight_attrs(parameter, {**extra_weight_attrs, "quant_method": kind, "is_transposed": False})
+                set_weight_attrs(
+                    parameter, {**extra_weight_attrs, "quant_method": kind, "is_transposed": False}
+                )
             if self.group_size:
                 # `weight_shape` arrives twice per expert of w13. vLLM's reload would count the second as a new weight.
                 unused = nn.Parameter(torch.empty(0, dtype=torch.int64), requires_grad=False)
@@ -156,8 +173,14 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
                 set_weight_attrs(unused, {"weight_loader": _ignore_weight})
 
     def _check(self, layer: Any, shape: ExpertsShape) -> None:
-        why_not = CpuExperts.unavailable(self.scheme.name, torch.device("cpu"), shape, self.group_size)
-        if layer.activation != MoEActivation.SILU or layer.apply_router_weight_on_input or self.moe.has_bias:
+        why_not = CpuExperts.unavailable(
+            self.scheme.name, torch.device("cpu"), shape, self.group_size
+        )
+        if (
+            layer.activation != MoEActivation.SILU
+            or layer.apply_router_weight_on_input
+            or self.moe.has_bias
+        ):
             why_not = (
                 "the kernel supports only SiLU experts without biases and without router weights on the input; "
                 f"this layer has the activation {layer.activation}"
@@ -165,9 +188,8 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         if self.moe.moe_parallel_config.use_ep:
             why_not = "expert parallelism is not supported, because each worker needs all experts of a layer"
         if self.group_size is not None and shape.intermediate % self.group_size:
-            why_not = (
-                f"{shape.intermediate} columns of down_proj are not a multiple of the group size {self.group_size}"
-            )
+            columns = f"{shape.intermediate} columns of down_proj"
+            why_not = f"{columns} are not a multiple of the group size {self.group_size}"
         if why_not is not None:
             raise UserError(
                 f"no kernel supports these {self.scheme.name} experts on a CPU",
@@ -181,7 +203,10 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pass the loaded parameters to the kernel, and empty them."""
-        loaded = [{name: getattr(layer, f"{stack}_{name}").data for name in self.names} for stack in STORED.values()]
+        loaded = [
+            {name: getattr(layer, f"{stack}_{name}").data for name in self.names}
+            for stack in STORED.values()
+        ]
         self.write(layer, *loaded)
 
     def write(self, layer: Any, gate_up: Tensors, down: Tensors) -> None:
@@ -197,7 +222,9 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
                 use_monolithic=True,
             )
             assert prepare_finalize is not None
-            self.moe_kernel = FusedMoEKernel(prepare_finalize, LowBitFusedExperts(self.moe, self.moe_quant_config))
+            self.moe_kernel = FusedMoEKernel(
+                prepare_finalize, LowBitFusedExperts(self.moe, self.moe_quant_config)
+            )
         experts: Any = self.moe_kernel.fused_experts
         experts.process_weights_after_loading(layer)
         experts.prepared = prepared
@@ -210,10 +237,17 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         """Return int4 stacks of gate and up, and of down, as views of the kernel's memory; nothing in other schemes."""
         kernel: Any = self.moe_kernel
         products = kernel.fused_experts.prepared
-        return [vllm_linears.stack_of(product.experts) if self.group_size else {} for product in products]
+        return [
+            vllm_linears.stack_of(product.experts) if self.group_size else {}
+            for product in products
+        ]
 
     def apply_monolithic(
-        self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         kernel: Any = self.moe_kernel
         names = (
@@ -245,7 +279,11 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
             self._add_fused_moe_to_target_scheme_map()
             names = (f"{prefix}.0.{matrix}" for matrix in ("gate_proj", "up_proj", "down_proj"))
             first, *others = (self.get_scheme_dict(layer, name) for name in names)
-            scheme = scheme_of_weights(first) if first is not None and all(other == first for other in others) else None
+            scheme = (
+                scheme_of_weights(first)
+                if first is not None and all(other == first for other in others)
+                else None
+            )
             if scheme is not None:
                 return LowBitExpertsMethod(layer.moe_config, scheme)
         return super().get_quant_method(layer, prefix)
@@ -255,7 +293,9 @@ def scheme_of_weights(operand_args: Mapping[str, Any]) -> Scheme | None:
     """Return the QaRL scheme that a compressed-tensors layer uses, or None for other schemes."""
     try:
         operands = [
-            None if operand_args.get(part) is None else QuantArgs.from_compressed_tensors(operand_args[part])
+            None
+            if operand_args.get(part) is None
+            else QuantArgs.from_compressed_tensors(operand_args[part])
             for part in ("weights", "input_activations")
         ]
     except ValueError:  # no scheme of QaRL has these settings
@@ -263,7 +303,12 @@ def scheme_of_weights(operand_args: Mapping[str, Any]) -> Scheme | None:
     group_size = (operands[0] and operands[0].group_size) or 128
     schemes = (get_scheme(name, group_size) for name in ("w4a16", "w8a8", "fp8"))
     return next(
-        (candidate for candidate in schemes if [candidate.weights, candidate.input_activations] == operands), None
+        (
+            candidate
+            for candidate in schemes
+            if [candidate.weights, candidate.input_activations] == operands
+        ),
+        None,
     )
 
 

@@ -21,7 +21,10 @@ from torch import nn
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.kernels import linear as vllm_linear
-from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
+    MPLinearKernel,
+    MPLinearLayerConfig,
+)
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     FP8ScaledMMLinearKernel,
     FP8ScaledMMLinearLayerConfig,
@@ -74,7 +77,13 @@ def _linear(
 
 @_linear.register_fake
 def _(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Any, kernels: str, scheme: str, channels: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: Any,
+    kernels: str,
+    scheme: str,
+    channels: int,
 ) -> torch.Tensor:
     return x.new_empty(x.shape[0], channels)
 
@@ -112,7 +121,12 @@ class _Own:
         return OWN_KERNELS[self.request.kernels][self.request.scheme]
 
     def multiply(
-        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, channels: int
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        channels: int,
     ) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         y = torch.ops.qarl.linear(rows, weight, scale, bias, *self.request, channels)
@@ -128,24 +142,34 @@ class QaRLInt4LinearKernel(_Own, MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> Answer:
-        if (c.weight_type, c.act_type) != (scalar_types.uint4b8, torch.bfloat16) or c.zero_points or c.has_g_idx:
+        if (
+            (c.weight_type, c.act_type) != (scalar_types.uint4b8, torch.bfloat16)
+            or c.zero_points
+            or c.has_g_idx
+        ):
             return False, "only symmetric int4 weights with BF16 inputs are supported"
         why_not = cls.why_not(("w4a16", "w4a8"), c.partition_weight_shape[::-1])
         return why_not is None, why_not
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        self.write(layer, {name: layer.get_parameter(name).data for name in (self.w_q_name, self.w_s_name)})
+        self.write(
+            layer, {name: layer.get_parameter(name).data for name in (self.w_q_name, self.w_s_name)}
+        )
 
     def write(self, layer: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace the weight of `layer` by the wire tensors `weight_packed` and `weight_scale`."""
-        for name, made in zip((self.w_q_name, self.w_s_name), self.own.prepare(tensors), strict=True):
+        for name, made in zip(
+            (self.w_q_name, self.w_s_name), self.own.prepare(tensors), strict=True
+        ):
             parameter = layer.get_parameter(name)
             if parameter.dtype == made.dtype and parameter.shape == made.shape:
                 parameter.data.copy_(made)  # a CUDA graph may have captured the address
             else:
                 parameter.data = made
 
-    def apply_weights(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_weights(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         weight = layer.get_parameter(self.w_q_name)
         scale = layer.get_parameter(self.w_s_name)
         return self.multiply(x, weight, scale, bias, self.config.partition_weight_shape[1])
@@ -164,7 +188,9 @@ class QaRLInt8LinearKernel(_Own, Int8ScaledMMLinearKernel):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Do nothing: the kernel reads the wire tensors."""
 
-    def apply_weights(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_weights(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         weight, scale = self._get_layer_params(layer)[:2]
         return self.multiply(x, weight, scale, bias, weight.shape[0])
 
@@ -175,13 +201,18 @@ class QaRLFP8LinearKernel(_Own, FP8ScaledMMLinearKernel):
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Answer:
         scales = c.weight_quant_key.scale, c.activation_quant_key.scale
-        per_row = all(scale.group_shape.is_per_token() or scale.group_shape.is_per_channel() for scale in scales)
+        per_row = all(
+            scale.group_shape.is_per_token() or scale.group_shape.is_per_channel()
+            for scale in scales
+        )
         if not per_row or scales[1].static:
             return False, "only channelwise weights and dynamic inputs per token are supported"
         why_not = cls.why_not(("fp8",), c.weight_shape)
         return why_not is None, why_not
 
-    def apply_weights(self, layer: nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_weights(
+        self, layer: nn.Module, x: Any, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         weight, scale = self._get_layer_params(layer)[:2]
         return self.multiply(x, weight.t(), scale, bias, weight.shape[1])
 
@@ -241,6 +272,8 @@ def check_in_use(model: nn.Module, wanted: KernelRequest | None) -> None:
             raise UserError(
                 f"vLLM chose {type(kernel).__name__} for a layer",
                 where=name,
-                why="the trainer multiplies with QaRL's own kernel" if wanted else "quant.kernels=engine",
+                why="the trainer multiplies with QaRL's own kernel"
+                if wanted
+                else "quant.kernels=engine",
                 fix=f"unset {_DISABLED}, or set quant.kernels=engine",
             )

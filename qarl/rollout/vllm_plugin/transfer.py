@@ -104,7 +104,10 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
             check_release()
             expected = engines_manifest(self.model_config.hf_config, self.model)
             self.receiver = WeightReceiver(
-                self.model, self.vllm_config, expected, kv_caches=lambda: kv_caches(self.vllm_config)
+                self.model,
+                self.vllm_config,
+                expected,
+                kv_caches=lambda: kv_caches(self.vllm_config),
             )
             refuse_logits(self.model, self._refusal)
 
@@ -117,7 +120,9 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
         except Exception:
             if self.parallel_config.world_size == 1:
                 raise
-            _log.exception("the publish failed; this engine generates nothing until the next one is complete")
+            _log.exception(
+                "the publish failed; this engine generates nothing until the next one is complete"
+            )
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
@@ -128,7 +133,9 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
         largest = max(spec.nbytes for spec in receiver.expected.values())
         address = info.host, info.port
         options: dict[str, Any] = {"seconds": info.seconds, "limit": largest}
-        with WeightClient(address, info.token, fingerprint=receiver.fingerprint, **options) as client:
+        with WeightClient(
+            address, info.token, fingerprint=receiver.fingerprint, **options
+        ) as client:
             client.feed(receiver)
         self.failed = False
         self.published = True
@@ -143,7 +150,9 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
         reason = "its last publish failed" if self.failed else "nothing was published to it"
         return UserError(
             f"this engine does not generate, because {reason}",
-            why=self.receiver.stale_because if self.failed else "load_format=dummy: its weights are random numbers",
+            why=self.receiver.stale_because
+            if self.failed
+            else "load_format=dummy: its weights are random numbers",
             fix="publish before you generate: send_weights in the trainer",
         )
 
@@ -205,7 +214,9 @@ class PackedSource(WeightSource):
         self._tensors = tensors
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors()]
+        return [
+            ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors()
+        ]
 
     def __iter__(self) -> Iterator[NamedTensor]:
         return iter(self._tensors())
@@ -220,7 +231,11 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
     init_info_cls = QaRLTrainerInitInfo
 
     def __init__(
-        self, init_info: QaRLTrainerInitInfo, *, client: Any, source: Iterable[NamedTensor] | None = None
+        self,
+        init_info: QaRLTrainerInitInfo,
+        *,
+        client: Any,
+        source: Iterable[NamedTensor] | None = None,
     ) -> None:
         # vLLM declares its protocol WeightSource. QaRL reads any iterable of named tensors.
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)  # type: ignore[arg-type]
@@ -228,14 +243,18 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
         self.server: WeightServer | None = None
         if self.is_sender:
             url = getattr(client, "base_url", None)  # of vLLM's client for HTTP
-            host = init_info.host or own_address(urlsplit(url).hostname if isinstance(url, str) else None)
+            host = init_info.host or own_address(
+                urlsplit(url).hostname if isinstance(url, str) else None
+            )
             self.server = WeightServer(
                 init_info.token, host=host, receivers=init_info.workers, seconds=init_info.seconds
             )
             self.connect()
 
     @classmethod
-    def trainer_init(cls, init_info: QaRLTrainerInitInfo, *, client: Any, source: Any = None) -> QaRLTrainerTransfer:
+    def trainer_init(
+        cls, init_info: QaRLTrainerInitInfo, *, client: Any, source: Any = None
+    ) -> QaRLTrainerTransfer:
         return cls(init_info, client=client, source=source)
 
     def connect(self) -> None:
@@ -290,7 +309,9 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
             if failures:
                 error.add_note(f"the engine's side: {type(failures[0]).__name__}: {failures[0]}")
             if not thread.is_alive():
-                with suppress(Exception):  # if the update stayed open, vLLM would refuse to start the next one
+                with suppress(
+                    Exception
+                ):  # if the update stayed open, vLLM would refuse to start the next one
                     self.client.finish_weight_update(None)
             raise
         thread.join(self.info.seconds)

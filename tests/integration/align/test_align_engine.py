@@ -47,7 +47,9 @@ class Rollout:
     def log_probs(self, policy: Policy, size: int = 16) -> torch.Tensor:
         with torch.no_grad():
             rows = self.batch.micro_batches(size)
-            return torch.cat([policy.response_log_probs(self.batch, r, temperature=1.0) for r in rows])
+            return torch.cat(
+                [policy.response_log_probs(self.batch, r, temperature=1.0) for r in rows]
+            )
 
     def delta(self, level: str) -> torch.Tensor:
         """|trainer's log-prob less the engine's| of every sampled token."""
@@ -58,16 +60,24 @@ class Rollout:
 def load_policy(folder: Path, scheme: Scheme, level: str) -> Policy:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
     return Policy(model, scheme, ("lm_head",), align=level)
 
 
-def sample(folder: Path, scheme_name: str, prompts: list[list[int]], max_tokens: int, **options: Any) -> Rollout:
+def sample(
+    folder: Path, scheme_name: str, prompts: list[list[int]], max_tokens: int, **options: Any
+) -> Rollout:
     scheme = get_scheme(scheme_name, group_size=32)
     length = max(map(len, prompts)) + max_tokens
-    with RolloutEngine(EngineConfig(str(folder), scheme, ("lm_head",), length, kv_cache_gib=0.25, **options)) as engine:
+    with RolloutEngine(
+        EngineConfig(str(folder), scheme, ("lm_head",), length, kv_cache_gib=0.25, **options)
+    ) as engine:
         engine.publish(load_policy(folder, scheme, "linears").published_tensors(), version=1)
-        rollout = engine.generate(prompts, SamplingConfig(max_tokens), seeds=list(range(len(prompts))))
+        rollout = engine.generate(
+            prompts, SamplingConfig(max_tokens), seeds=list(range(len(prompts)))
+        )
     zeros = torch.zeros(len(prompts))
     return Rollout(folder, scheme, make_batch(rollout, zeros, zeros, pad_token_id=2))
 
@@ -75,7 +85,9 @@ def sample(folder: Path, scheme_name: str, prompts: list[list[int]], max_tokens:
 def random_prompts(count: int, length: int) -> list[list[int]]:
     """Prompts of `length` tokens and up to six fewer."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 64, (length - i % 7,), generator=generator).tolist() for i in range(count)]
+    return [
+        torch.randint(3, 64, (length - i % 7,), generator=generator).tolist() for i in range(count)
+    ]
 
 
 @pytest.fixture(scope="module", params=["w4a16", "w8a8", "fp8", "bf16"])
@@ -86,7 +98,11 @@ def trained(request) -> Iterator[Rollout]:
     folder = ROOT / "models/tiny-qwen3"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     file = str(ROOT / "data/column_addition/test.parquet")
-    options: dict[str, Any] = {"prompt_key": "prompt", "max_prompt_length": 32, "filter_overlong_prompts": True}
+    options: dict[str, Any] = {
+        "prompt_key": "prompt",
+        "max_prompt_length": 32,
+        "filter_overlong_prompts": True,
+    }
     prompts = load_prompts(file, tokenizer=tokenizer, limit=48, **options)
     yield sample(folder, request.param, [prompt.prompt_token_ids for prompt in prompts], 80)
 
@@ -109,7 +125,9 @@ def test_a_rows_log_probs_do_not_depend_on_the_rows_beside_it(trained):
 @pytest.mark.parametrize("family", [pytest.param("qwen2", marks=pytest.mark.slow), "llama"])
 def test_other_families(tmp_path, family):
     """Random weights, biased q, k and v in Qwen2."""
-    rollout = sample(save_random_model(tmp_path / family, family), "w4a16", random_prompts(16, 40), 40)
+    rollout = sample(
+        save_random_model(tmp_path / family, family), "w4a16", random_prompts(16, 40), 40
+    )
     assert rollout.delta("off").mean() > 1e-3 and rollout.delta("model").max() == 0
 
 

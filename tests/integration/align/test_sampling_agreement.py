@@ -58,7 +58,9 @@ def sampled(trainer: LocalTrainer):
     before = trainer.config
 
     def sample(**rollout: float) -> tuple[Batch, dict[str, float]]:
-        trainer.config = before.model_copy(update={"rollout": before.rollout.model_copy(update=rollout)})
+        trainer.config = before.model_copy(
+            update={"rollout": before.rollout.model_copy(update=rollout)}
+        )
         return trainer.rollout()
 
     yield sample
@@ -83,12 +85,18 @@ def test_the_old_log_probs_are_the_rollouts_and_r_is_1_for_the_whole_update(trai
     assert batch.outside is None or not batch.outside.any()
     for size in (5, 8, 32):
         for rows in batch.micro_batches(size):
-            new = trainer.policy.response_log_probs(batch, rows, temperature=trainer.config.rollout.temperature)
+            new = trainer.policy.response_log_probs(
+                batch, rows, temperature=trainer.config.rollout.temperature
+            )
             assert torch.equal(new.detach(), old[rows])
     update_metrics = trainer.update(batch, old)
-    assert update_metrics["actor/skipped_steps"] == 0 and math.isfinite(update_metrics["actor/grad_norm"])
+    assert update_metrics["actor/skipped_steps"] == 0 and math.isfinite(
+        update_metrics["actor/grad_norm"]
+    )
     assert update_metrics["actor/seq_ratio_abs_dev_max"] == 0
-    again = trainer.policy.response_log_probs(batch, slice(0, 32), temperature=trainer.config.rollout.temperature)
+    again = trainer.policy.response_log_probs(
+        batch, slice(0, 32), temperature=trainer.config.rollout.temperature
+    )
     assert torch.equal(again.detach(), old)
 
 
@@ -140,7 +148,9 @@ def test_a_broken_agreement_stops_the_run_before_its_first_update_and_warns_late
         with pytest.raises(MismatchError, match="disagree"):
             trainer.train_step()
         assert trainer.step == step and not trainer.updated
-        assert all(torch.equal(p, weights[name]) for name, p in trainer.policy.model.named_parameters())
+        assert all(
+            torch.equal(p, weights[name]) for name, p in trainer.policy.model.named_parameters()
+        )
         trainer.updated = True
         metrics = trainer.train_step()
         assert metrics["mismatch/over_limit"] == 1
@@ -159,9 +169,13 @@ def test_preemptions_are_counted(trainer, pristine_model):
     """Room for 8 blocks of 128 tokens, and six responses that want three or four each."""
     trainer.engine.close()
     scheme = get_scheme("bf16")
-    policy = Policy(AutoModelForCausalLM.from_pretrained(pristine_model, dtype=torch.bfloat16), scheme, ())
+    policy = Policy(
+        AutoModelForCausalLM.from_pretrained(pristine_model, dtype=torch.bfloat16), scheme, ()
+    )
     prompts = [list(range(3, 60)) for _ in range(6)]
-    with RolloutEngine(EngineConfig(str(pristine_model), scheme, (), 420, kv_cache_gib=8 * 2**-14)) as engine:
+    with RolloutEngine(
+        EngineConfig(str(pristine_model), scheme, (), 420, kv_cache_gib=8 * 2**-14)
+    ) as engine:
         engine.publish(policy.published_tensors(), version=1)
         few = engine.generate(prompts[:1], SamplingConfig(300, ignore_eos=True), seeds=[0])
         many = engine.generate(prompts, SamplingConfig(300, ignore_eos=True), seeds=list(range(6)))
@@ -169,7 +183,9 @@ def test_preemptions_are_counted(trainer, pristine_model):
         (cache, *_) = engine.receiver.kv_caches()
     assert few.preemptions == again.preemptions == 0 and many.preemptions > 0
     assert 8 in cache.shape[:2]  # blocks
-    blocks = 4 * engine.config.max_num_seqs + 1  # four for each sequence of 420 tokens, and one that vLLM leaves free
+    blocks = (
+        4 * engine.config.max_num_seqs + 1
+    )  # four for each sequence of 420 tokens, and one that vLLM leaves free
     for spare, enough in ((0, True), (-1, False)):
         config = replace(engine.config, kv_cache_gib=(blocks + spare) * 2**-14)
         assert may_preempt(config, policy.model.config) is not enough
@@ -179,13 +195,19 @@ def test_preemptions_are_counted(trainer, pristine_model):
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [
-        (SamplingConfig(4, temperature=math.nextafter(MIN_TEMPERATURE, 0)), f"would use temperature={MIN_TEMPERATURE}"),
+        (
+            SamplingConfig(4, temperature=math.nextafter(MIN_TEMPERATURE, 0)),
+            f"would use temperature={MIN_TEMPERATURE}",
+        ),
         (SamplingConfig(4, temperature=2.5), "refuses these sampling values"),
         (SamplingConfig(4, top_p=0.0), "refuses these sampling values"),
     ],
 )
 def test_what_vllm_changes_or_refuses_is_our_error(sampling, words):
-    assert sampling_params(SamplingConfig(4, temperature=MIN_TEMPERATURE)).temperature == MIN_TEMPERATURE
+    assert (
+        sampling_params(SamplingConfig(4, temperature=MIN_TEMPERATURE)).temperature
+        == MIN_TEMPERATURE
+    )
     with pytest.raises(UserError, match=words):
         sampling_params(sampling)
 

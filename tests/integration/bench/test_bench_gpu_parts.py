@@ -38,7 +38,9 @@ def test_the_benchmarks_arguments_are_valid_on_both_devices(name: str) -> None:
 def runs_of(parts: Iterable[Part], folder: Path, gpus: int) -> Iterator[tuple[Part, Config]]:
     """The parts that train, and their configs, with the real models' config.json where a part makes a model."""
     for part in parts:
-        words = shlex.split(part.gpu.format(folder=folder, scratch=folder, output=folder, report="r", gpus=gpus))
+        words = shlex.split(
+            part.gpu.format(folder=folder, scratch=folder, output=folder, report="r", gpus=gpus)
+        )
         if words[0] == "scripts/profile_step.py":
             yield part, load_config(words[3:])
         elif words[:2] == ["-m", "qarl.train"]:
@@ -47,7 +49,11 @@ def runs_of(parts: Iterable[Part], folder: Path, gpus: int) -> Iterator[tuple[Pa
 
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
-    for name, folder in (("Qwen3-0.6B", ""), ("Qwen3-0.6B", "Qwen3-0.6B"), ("Qwen3-30B-A3B", "Qwen3-30B-A3B")):
+    for name, folder in (
+        ("Qwen3-0.6B", ""),
+        ("Qwen3-0.6B", "Qwen3-0.6B"),
+        ("Qwen3-30B-A3B", "Qwen3-30B-A3B"),
+    ):
         (tmp_path / folder / "model").mkdir(parents=True)
         config_file = ROOT / "qarl" / "bench" / "models" / name / "config.json"
         (tmp_path / folder / "model" / "config.json").write_text(config_file.read_text())
@@ -60,9 +66,15 @@ def test_the_training_parts_cover_schemes_and_levels(made: Path) -> None:
         seen.add((config.quant.scheme, config.quant.align, config.rollout.enforce_eager))
         assert (config.quant.kernels == "qarl") == part.name.endswith("_qarl")
         steps = {"profile": 3}.get(part.name, 5 if part.name.startswith("shape") else 2)
-        assert config.trainer.total_training_steps == steps  # two publishes behind the first, or more
+        assert (
+            config.trainer.total_training_steps == steps
+        )  # two publishes behind the first, or more
     assert {scheme for scheme, _, _ in seen} == {"w4a16", "w8a8", "fp8", "bf16"}
-    assert {("w4a16", "linears", True), ("w4a16", "linears", False), ("w8a8", "model", False)} <= seen
+    assert {
+        ("w4a16", "linears", True),
+        ("w4a16", "linears", False),
+        ("w8a8", "model", False),
+    } <= seen
 
 
 @pytest.mark.verl
@@ -81,7 +93,15 @@ def test_verl_takes_the_keys_of_the_parts_that_run_in_it(
         if config.backend == "verl":
             checks.refuse_unsupported(config)
             configs[part.name] = verl_config(config, on_cpu=False)
-    assert configs.keys() == {"verl", "lora_verl", "experts_verl", "ranks", "tensor_parallel", "short_30b", "whole_30b"}
+    assert configs.keys() == {
+        "verl",
+        "lora_verl",
+        "experts_verl",
+        "ranks",
+        "tensor_parallel",
+        "short_30b",
+        "whole_30b",
+    }
     short = configs["short_30b"]
     assert short.data.train_batch_size == 64 and short.data.max_response_length == 2048
     assert short.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 8192
@@ -99,7 +119,9 @@ def test_a_random_model_has_what_a_run_needs(tmp_path: Path) -> None:
     assert random_model.main(made) == 0
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "Qwen3-0.6B").rglob("*")}
     assert random_model.main(made) == 0
-    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "Qwen3-0.6B").rglob("*")}
+    assert before == {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "Qwen3-0.6B").rglob("*")
+    }
     part = next(part for part in gpu_parts.FIRST if part.name == "shape_w4a16")
     ((_, config),) = runs_of([part], tmp_path, 1)
     run = RunInputs(config)
@@ -115,7 +137,9 @@ def test_what_breaks_first_comes_first() -> None:
     for part in gpu_parts.PARTS.values():
         for path in re.findall(r"(?:tests|scripts)/[\w/.]+", part.gpu):
             assert (ROOT / path).exists(), path
-        assert gpu_parts.FIRST_CALL * part.seconds <= gpu_check.TOTAL_SECONDS, "a call must be able to finish it"
+        assert gpu_parts.FIRST_CALL * part.seconds <= gpu_check.TOTAL_SECONDS, (
+            "a call must be able to finish it"
+        )
 
 
 def test_the_page_says_what_each_part_prints_and_what_is_likely_to_fail() -> None:

@@ -98,14 +98,21 @@ def test_launches_take_turns_and_figures_are_medians_over_them(
     assert order == [bf16, w8a8, w8a8, bf16, bf16, w8a8]
     document = json.loads(path.read_text())
     step = document["results"][1]["phases"]["step"]
-    assert step == {"samples": [[5, 5], [15, 15], [10, 10]], "median": 10, "minimum": 5, "maximum": 15}
+    assert step == {
+        "samples": [[5, 5], [15, 15], [10, 10]],
+        "median": 10,
+        "minimum": 5,
+        "maximum": 15,
+    }
     assert document["results"][1]["peak_bytes"]["step"] == 15 * 2**30
     assert document["model"]["num_hidden_layers"] == 30 and document["workload"]["sequences"] == 32
     assert str(tmp_path) not in json.dumps(document) and document["commit"] and document["date"]
     said = capsys.readouterr().out
     assert "| w8a8 | `off` | 5 (2.5-7.5) |" in said and "| 10 (5-15) | 10.0% |" in said
     assert "| w8a8 | `off` | 2.00 (2.00-2.00) |" in said, "ratios are taken launch by launch"
-    assert "Medians over 3 launches" in said and said.startswith("SmolLM2-135M, random weights: 135M")
+    assert "Medians over 3 launches" in said and said.startswith(
+        "SmolLM2-135M, random weights: 135M"
+    )
 
 
 def test_adapters_beside_all_weights(
@@ -117,10 +124,17 @@ def test_adapters_beside_all_weights(
     assert main(["steps", "device=cpu", *options]) == 0
     fp8 = [Case("fp8", "off"), Case("fp8", "linears"), Case("fp8", "linears", 32)]
     assert order == [Case("bf16", "off"), Case("bf16", "off", 32), *fp8]
-    mine = [line for line in capsys.readouterr().out.splitlines() if " (ran as `off`) | 32 |" in line]
+    mine = [
+        line for line in capsys.readouterr().out.splitlines() if " (ran as `off`) | 32 |" in line
+    ]
     beside = "| 1.00 (1.00-1.00) | 0.75 (0.75-0.75) |"
-    assert [line.endswith(beside) for line in mine] == [False, True, False], "seconds, ratios, memory"
-    assert main(["publish", "device=cpu", "lora_r=8"]) == 2 and "no adapters" in capsys.readouterr().err
+    assert [line.endswith(beside) for line in mine] == [False, True, False], (
+        "seconds, ratios, memory"
+    )
+    assert (
+        main(["publish", "device=cpu", "lora_r=8"]) == 2
+        and "no adapters" in capsys.readouterr().err
+    )
 
 
 def test_a_case_with_wrong_numbers_gets_no_figures(
@@ -137,8 +151,15 @@ def test_a_case_with_wrong_numbers_gets_no_figures(
     options = ["schemes=bf16,w8a8,fp8", "levels=off,linears", "launches=3", f"json={path}"]
     assert main(["steps", "device=cpu", *options]) == 1
     document = json.loads(path.read_text())
-    assert {(r["scheme"], r["level"]) for r in document["results"]} == {("bf16", "off"), ("w8a8", "off")}
-    assert document["failures"].keys() == {"w8a8, level linears", "fp8, level off", "fp8, level linears"}
+    assert {(r["scheme"], r["level"]) for r in document["results"]} == {
+        ("bf16", "off"),
+        ("w8a8", "off"),
+    }
+    assert document["failures"].keys() == {
+        "w8a8, level linears",
+        "fp8, level off",
+        "fp8, level linears",
+    }
     assert order.count(Case("w8a8", "linears")) == 2 and order.count(Case("fp8", "off")) == 1
     captured = capsys.readouterr()
     assert "no figures: fp8, level off: its numbers are wrong" in captured.err
@@ -165,7 +186,15 @@ def test_ctrl_c_keeps_the_finished_launches(
 @pytest.mark.slow
 def test_ctrl_c_ends_the_process_too(folder: Path) -> None:
     """The real thing, as a terminal sends it: to the whole group, while the child is still importing."""
-    command = [sys.executable, "-m", "qarl.bench", "trainer", "device=cpu", f"model={folder}", "schemes=bf16"]
+    command = [
+        sys.executable,
+        "-m",
+        "qarl.bench",
+        "trainer",
+        "device=cpu",
+        f"model={folder}",
+        "schemes=bf16",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
                                start_new_session=True)  # fmt: skip
     assert process.stderr is not None
@@ -186,7 +215,10 @@ def test_ctrl_c_ends_the_process_too(folder: Path) -> None:
 
 def test_a_process_that_raises_is_a_failure(folder: Path) -> None:
     missing = folder / "nowhere"
-    assert "nowhere" in steps.launch(tiny(folder, part="trainer"), Case("bf16", "off"), missing)["error"]
+    assert (
+        "nowhere"
+        in steps.launch(tiny(folder, part="trainer"), Case("bf16", "off"), missing)["error"]
+    )
 
 
 # The trainer's own phases, and the check.
@@ -199,15 +231,26 @@ def test_the_trainer_times_the_parts_of_its_update_and_multiplies_by_low_bits(
     before = [p.detach().clone() for p in bench.policy.model.parameters()]
     phases = bench.round()
     parts = {"forward", "backward", "optimizer", "quantize"}
-    assert phases.keys() == {"old_log_prob", "update", "step", *parts} and all(phases[part] > 0 for part in parts)
+    assert phases.keys() == {"old_log_prob", "update", "step", *parts} and all(
+        phases[part] > 0 for part in parts
+    )
     assert sum(phases[part] for part in parts) <= phases["update"] < phases["step"]
-    assert any(not torch.equal(a, b) for a, b in zip(before, bench.policy.model.parameters(), strict=True))
+    assert any(
+        not torch.equal(a, b) for a, b in zip(before, bench.policy.model.parameters(), strict=True)
+    )
     check_linears(bench.policy, None)
     stacked = phases_of([{f"timing_s/{name}": value for name, value in phases.items()}])
-    assert stacked == ["old_log_prob", "update", "quantize"], "a plot of phases would count those of the update twice"
+    assert stacked == ["old_log_prob", "update", "quantize"], (
+        "a plot of phases would count those of the update twice"
+    )
 
-    monkeypatch.setattr(QuantLinear, "forward", lambda layer, x: nn.functional.linear(x, layer.weight, layer.bias))
-    with pytest.raises(WrongNumbers, match=r"layers\.0\.self_attn\.q_proj: the trainer differs from the reference by"):
+    monkeypatch.setattr(
+        QuantLinear, "forward", lambda layer, x: nn.functional.linear(x, layer.weight, layer.bias)
+    )
+    with pytest.raises(
+        WrongNumbers,
+        match=r"layers\.0\.self_attn\.q_proj: the trainer differs from the reference by",
+    ):
         check_linears(bench.policy, None)
 
 
@@ -219,10 +262,15 @@ def publishing(request: pytest.FixtureRequest, folder: Path) -> Iterator[Publish
 
 
 @pytest.mark.vllm
-def test_engines_that_hold_other_weights(publishing: PublishBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_hold_other_weights(
+    publishing: PublishBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One linear; all of them, after a publish that writes nothing; and then those of the trainer again."""
     phases = publishing.round()
-    assert phases["publish"] > 0 and {f"publish.{part}" for part in ("validate", "apply")} <= phases.keys()
+    assert (
+        phases["publish"] > 0
+        and {f"publish.{part}" for part in ("validate", "apply")} <= phases.keys()
+    )
     check_linears(publishing.policy, publishing.engine)
     with torch.no_grad():
         publishing.policy.model.model.layers[1].mlp.up_proj.weight[5].mul_(1.25)
@@ -247,14 +295,28 @@ def test_a_training_step(folder: Path, lora_r: int) -> None:
         bench.round()  # the engine's first request takes longer
         phases = bench.round()
         assert bench.trainer.step == bench.trainer.engine.weight_version == 2
-        parts = ("prefill", "decode", "old_log_prob", "forward", "backward", "optimizer", "quantize", "publish")
-        assert all(phases[part] > 0 for part in parts) and phases["rollout"] + phases["update"] < phases["step"]
+        parts = (
+            "prefill",
+            "decode",
+            "old_log_prob",
+            "forward",
+            "backward",
+            "optimizer",
+            "quantize",
+            "publish",
+        )
+        assert (
+            all(phases[part] > 0 for part in parts)
+            and phases["rollout"] + phases["update"] < phases["step"]
+        )
         check_linears(bench.policy, bench.engine)
         assert bench.policy.align == "exact"
         bench.length = 9
         with pytest.raises(WrongNumbers, match="not 9 tokens long"):
             bench.round()
         if stored := bench.policy.model.get_submodule("model.layers.1.mlp.up_proj").stored:
-            stored["weight"]["weight_scale"].mul_(1.25)  # this base is in the trainer's memory and in the engine's
+            stored["weight"]["weight_scale"].mul_(
+                1.25
+            )  # this base is in the trainer's memory and in the engine's
             with pytest.raises(WrongNumbers, match=r"layers\.1\.mlp\.up_proj: the engine differs"):
                 check_linears(bench.policy, bench.engine)

@@ -52,7 +52,9 @@ def diagnosis(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> Refusal:
         assert code == 1 and told, (what, said(findings, "error"))
         assert all(f.get("fix") for f in findings if f["status"] != "ok")
         wanted = {line.strip() for line in rest if line.strip().startswith(("where:", "fix:"))}
-        assert wanted <= {f"{key}: {finding.get(key)}" for finding in told for key in ("where", "fix")}
+        assert wanted <= {
+            f"{key}: {finding.get(key)}" for finding in told for key in ("where", "fix")
+        }
         return message
 
     return both
@@ -70,13 +72,21 @@ def test_the_run_would_start_without_the_faults_below(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "text", "words"),
     [
-        (["rollout.temprature=1.0"], CONFIG, ["rollout.temprature", "did you mean rollout.temperature?"]),
+        (
+            ["rollout.temprature=1.0"],
+            CONFIG,
+            ["rollout.temprature", "did you mean rollout.temperature?"],
+        ),
         (['output_dir="\\0"'], CONFIG, ["output_dir", "pattern"]),
         ([], "name: [unclosed\n", ["broken.yaml"]),
     ],
 )
 def test_fault_in_the_config(
-    refusal: Refusal, capsys: pytest.CaptureFixture[str], overrides: list[str], text: str, words: list[str]
+    refusal: Refusal,
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    text: str,
+    words: list[str],
 ) -> None:
     config = "broken.yaml"
     Path(config).write_text(text)
@@ -94,7 +104,10 @@ def remove(pattern: str) -> Spoil:
 
 
 def rename(file: str, new: str, *empty: str) -> Spoil:
-    return lambda: [Path("model", file).rename(Path("model", new)), *(Path("model", name).touch() for name in empty)]
+    return lambda: [
+        Path("model", file).rename(Path("model", new)),
+        *(Path("model", name).touch() for name in empty),
+    ]
 
 
 def config_is(**changes: Any) -> Spoil:
@@ -118,20 +131,38 @@ def tie_weights_that_differ() -> None:
 
 SPOILED: dict[str, tuple[Spoil, str]] = {
     "no config": (remove("config.json"), "'model' | model.path | config.json"),
-    "weights of another size": (config_is(intermediate_size=128), "cannot be built from its weights | 'model'"),
-    "an adapter": (rename("config.json", "adapter_config.json"), "'model' | model.path | config.json"),
+    "weights of another size": (
+        config_is(intermediate_size=128),
+        "cannot be built from its weights | 'model'",
+    ),
+    "an adapter": (
+        rename("config.json", "adapter_config.json"),
+        "'model' | model.path | config.json",
+    ),
     "no tokenizer": (remove("tokenizer*"), "no tokenizer | 'model' | tokenizer.json"),
     "no weights": (remove("model.safetensors"), "cannot be loaded | model.path | safetensors"),
-    "a tensor is lacking": (lose_a_tensor, "lacks 1 tensors | model.layers.1.mlp.up_proj.weight | random num"),
-    "tied weights that differ": (tie_weights_that_differ, "ties lm_head.weight to model.embed_tokens.weight"),
+    "a tensor is lacking": (
+        lose_a_tensor,
+        "lacks 1 tensors | model.layers.1.mlp.up_proj.weight | random num",
+    ),
+    "tied weights that differ": (
+        tie_weights_that_differ,
+        "ties lm_head.weight to model.embed_tokens.weight",
+    ),
     "weights cut short": (cut_the_weights, "model/model.safetensors | cut short"),
     "vocabulary too short": (config_is(vocab_size=48), "vocab_size is 48 | no embedding"),
-    "no chat template": (remove("chat_template.jinja"), "no chat template | where: model | chat_template.jinja"),
+    "no chat template": (
+        remove("chat_template.jinja"),
+        "no chat template | where: model | chat_template.jinja",
+    ),
     "prompts in UTF-16": (
         lambda: Path("train.jsonl").write_text(json.dumps(row()) + "\n", encoding="utf-16"),
         "cannot read the data file train.jsonl | UTF-16 | iconv",
     ),
-    "already quantized": (config_is(quantization_config={"quant_method": "gptq"}), "already quantized (gptq) | BF16"),
+    "already quantized": (
+        config_is(quantization_config={"quant_method": "gptq"}),
+        "already quantized (gptq) | BF16",
+    ),
     "row with no ground truth": (
         lambda: write_rows("train.jsonl", [row() for _ in range(5)] + [row(ground_truth=None)]),
         "train.jsonl, row 5 | reward_model.ground_truth",
@@ -188,7 +219,9 @@ def test_training_refuses_rewards_and_the_doctor_says_it(diagnosis: Refusal, nam
     diagnosis("reward.function=rewards.py:score", words=words)
 
 
-def test_ground_truths_of_your_own_function_are_only_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ground_truths_of_your_own_function_are_only_warned_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     write_rows("train.jsonl", [row(f"t3 t{i}", "(A)") for i in range(8)])
     Path("rewards.py").write_text("def score(solution_str, **_):\n    return -len(solution_str)\n")
     for arguments, count in (
@@ -198,12 +231,17 @@ def test_ground_truths_of_your_own_function_are_only_warned_of(capsys: pytest.Ca
     ):
         with pytest.raises(EngineConstructed):
             main(["config=run.yaml", *arguments])
-        assert capsys.readouterr().err.count("ground truths are no right answers") == count  # of both files
+        assert (
+            capsys.readouterr().err.count("ground truths are no right answers") == count
+        )  # of both files
 
 
 def test_sizes_that_the_engines_kernel_lacks(diagnosis: Refusal) -> None:
     edit_model_config(hidden_size=64, intermediate_size=80)
-    diagnosis("quant.group_size=8", words=["multiples of 32", ": model.layers.0-1.mlp.down_proj\n", "[64, 80]"])
+    diagnosis(
+        "quant.group_size=8",
+        words=["multiples of 32", ": model.layers.0-1.mlp.down_proj\n", "[64, 80]"],
+    )
 
 
 @pytest.mark.verl
@@ -224,7 +262,9 @@ def test_nothing_hides_anything_else(capsys: pytest.CaptureFixture[str]) -> None
     remove("model.safetensors")()
     Path("val.jsonl").unlink()
     hidden = ["quant.group_size=64", "trainer.logger=wandb", "output_dir=run.yaml"]
-    code, findings = examine(*hidden, "reward.function=none.py:score", "quant.ignore=[lm_head, 're:.*q_proj', typo]")
+    code, findings = examine(
+        *hidden, "reward.function=none.py:score", "quant.ignore=[lm_head, 're:.*q_proj', typo]"
+    )
     assert code == 1
     errors = said(findings, "error")
     for words in (
@@ -240,12 +280,30 @@ def test_nothing_hides_anything_else(capsys: pytest.CaptureFixture[str]) -> None
         assert any("wandb" in error for error in errors)
     assert any("match no linear: typo" in warning for warning in said(findings, "warning"))
     assert any("bands of 3.0e-04" in warning for warning in said(findings, "warning", "loss"))
-    assert any(what.startswith("not checked: evaluation prompts") for what in said(findings, "note", "data"))
+    assert any(
+        what.startswith("not checked: evaluation prompts")
+        for what in said(findings, "note", "data")
+    )
     assert len(errors) == len(set(errors)), "an input that cannot be loaded is one error"
     assert "the run would fail" in capsys.readouterr().out
-    assert main(["config=run.yaml", "dry_run=true", *hidden[:1], "quant.ignore=[lm_head, 're:.*q_proj']"]) == 2
+    assert (
+        main(
+            [
+                "config=run.yaml",
+                "dry_run=true",
+                *hidden[:1],
+                "quant.ignore=[lm_head, 're:.*q_proj']",
+            ]
+        )
+        == 2
+    )
     dry = capsys.readouterr().err
-    assert dry.count("error: ") == 3 and "no tokenizer" in dry and "does not divide" in dry and "splits layers" in dry
+    assert (
+        dry.count("error: ") == 3
+        and "no tokenizer" in dry
+        and "does not divide" in dry
+        and "splits layers" in dry
+    )
 
 
 # What is no fault.
@@ -275,13 +333,17 @@ def test_a_padded_vocabulary_is_no_fault() -> None:
 )
 def test_ways_around_a_fault(argument: str) -> None:
     with pytest.raises(EngineConstructed):
-        main(["config=run.yaml", *(["quant.group_size=64"] if "down" in argument else []), argument])
+        main(
+            ["config=run.yaml", *(["quant.group_size=64"] if "down" in argument else []), argument]
+        )
 
 
 # The machine.
 
 
-def test_cpu_without_the_kernels_instructions(diagnosis: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_without_the_kernels_instructions(
+    diagnosis: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = {"avx2", *machine.W4A16_CPU_FLAGS} - {"avx512f", "avx512_vnni"}
     monkeypatch.setattr(machine, "cpu_flags", lambda: flags)
     diagnosis(words=["quant.scheme", "lacks avx512f and avx512_vnni", "quant.scheme=bf16"])
@@ -290,7 +352,9 @@ def test_cpu_without_the_kernels_instructions(diagnosis: Refusal, monkeypatch: p
 
 
 @pytest.mark.parametrize("package", ["wandb", "tensorboard", "vllm"])
-def test_package_that_is_not_installed(diagnosis: Refusal, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+def test_package_that_is_not_installed(
+    diagnosis: Refusal, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
     hide_package(monkeypatch, package)
     if package == "vllm":
         diagnosis(words=["vLLM", "make setup"])
@@ -299,7 +363,9 @@ def test_package_that_is_not_installed(diagnosis: Refusal, monkeypatch: pytest.M
 
 
 @pytest.mark.verl
-def test_metadata_of_an_older_qarl_in_front(diagnosis: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_of_an_older_qarl_in_front(
+    diagnosis: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path("qarl.egg-info").mkdir()
     Path("qarl.egg-info/PKG-INFO").write_text("Metadata-Version: 2.1\nName: qarl\nVersion: 0.0\n")
     monkeypatch.syspath_prepend(str(Path.cwd()))
@@ -337,5 +403,8 @@ def test_a_dry_run_of_what_cannot_run_says_so_last(capsys: pytest.CaptureFixture
     last = printed.err[printed.err.index("error: ") :]
     assert "supports only rollout.rebuild_on_failure=false" in last
     assert last.rstrip().splitlines()[-1].startswith("  fix: ")
-    assert "name: muon" in Path("runs/qwen3_30b_w4a16/dry_run.yaml").read_text() and "MuonAdamW" in printed.out
+    assert (
+        "name: muon" in Path("runs/qwen3_30b_w4a16/dry_run.yaml").read_text()
+        and "MuonAdamW" in printed.out
+    )
     assert main(run) == 0

@@ -43,14 +43,19 @@ AUTO_MAP = {"AutoConfig": "other.OtherConfig", "AutoModelForCausalLM": "other.Ot
 def folder(pristine_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model of a family that transformers does not know, with its code; `tmp_path/ran` appears when that runs."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     return hostile(pristine_model, tmp_path)
 
 
 def hostile(pristine_model: Path, tmp_path: Path, model_type: str = "other") -> Path:
     copy = Path(shutil.copytree(pristine_model, tmp_path / "model"))
     code = CODE.format(
-        marker=str(tmp_path / "ran"), config="Qwen3Config", model="Qwen3ForCausalLM", model_type=model_type
+        marker=str(tmp_path / "ran"),
+        config="Qwen3Config",
+        model="Qwen3ForCausalLM",
+        model_type=model_type,
     )
     (copy / "other.py").write_text(code)
     for name, keys in (
@@ -66,15 +71,24 @@ LOADERS: dict[str, Callable[[Path, bool], Any]] = {
     "the tokenizer": lambda folder, trust: model_folder.load_tokenizer(str(folder), trust),
     "the config": lambda folder, trust: model_folder.load_hf_config(str(folder), trust),
     "the policy": lambda folder, trust: Policy.load(
-        run_config(folder, f"model.path={folder}", f"model.trust_remote_code={str(trust).lower()}", "quant.align=off")
+        run_config(
+            folder,
+            f"model.path={folder}",
+            f"model.trust_remote_code={str(trust).lower()}",
+            "quant.align=off",
+        )
     ),
-    "a checkpoint's files": lambda folder, trust: ModelFiles.from_folder(folder, trust_remote_code=trust),
+    "a checkpoint's files": lambda folder, trust: ModelFiles.from_folder(
+        folder, trust_remote_code=trust
+    ),
     "a checkpoint's layers": lambda folder, trust: model_of(folder, trust_remote_code=trust),
 }
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_a_folders_code_runs_only_where_the_config_says_so(folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_folders_code_runs_only_where_the_config_says_so(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
     with pytest.raises((UserError, ValueError), match="code"):
         LOADERS[name](folder, False)
     assert not (tmp_path / "ran").exists()
@@ -99,11 +113,15 @@ def test_verl_would_run_what_nobody_needs(
     pytest.importorskip("verl")
     from verl.utils.tokenizer import hf_tokenizer
 
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     model = hostile(pristine_model, tmp_path, "qwen3")
     loaded = model_folder.load_tokenizer(str(model))
     assert not (tmp_path / "ran").exists()
-    refused, allowed = (run_config(tmp_path, f"model.trust_remote_code={trust}") for trust in ("false", "true"))
+    refused, allowed = (
+        run_config(tmp_path, f"model.trust_remote_code={trust}") for trust in ("false", "true")
+    )
     with pytest.raises(UserError, match=r"which verl would run[\s\S]*auto_map"):
         refuse_hidden_code(refused, *loaded)
     refuse_hidden_code(allowed, *loaded)

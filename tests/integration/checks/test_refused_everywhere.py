@@ -54,7 +54,9 @@ def test_a_model(refusal: Refusal, name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "words"), CONFIGS)
-def test_a_config(refusal: Refusal, capsys: pytest.CaptureFixture[str], arguments: str, words: str) -> None:
+def test_a_config(
+    refusal: Refusal, capsys: pytest.CaptureFixture[str], arguments: str, words: str
+) -> None:
     message = refusal(*arguments.split(), words=[words])
     assert refusal(*arguments.split(), "dry_run=true", words=[words]) == message
     assert doctor(["config=run.yaml", *arguments.split()]) == 2
@@ -74,7 +76,10 @@ def test_the_head_sizes_are_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 WARNINGS: dict[str, Any] = {
     "bands": ([], "bands of 3.0e-04 are narrow for responses of at most 16 tokens"),
-    "one band of many": (["actor.seq_clip_ratio_low=3e-4"], "actor.seq_clip_ratio_low has no effect"),
+    "one band of many": (
+        ["actor.seq_clip_ratio_low=3e-4"],
+        "actor.seq_clip_ratio_low has no effect",
+    ),
 }
 
 

@@ -48,7 +48,11 @@ RUNS = (
     ["actor.loss=mis_gspo", "name=mis_gspo"],
     ["name=lora", "lora.r=8", "lora.alpha=16", "lora.target_modules=[q_proj]"],
     GRPO,
-    [*GRPO, "trainer.resume_mode=resume_path", "trainer.resume_from_path=runs/grpo/checkpoints/step_1"],
+    [
+        *GRPO,
+        "trainer.resume_mode=resume_path",
+        "trainer.resume_from_path=runs/grpo/checkpoints/step_1",
+    ],
 )
 """Together they read every key."""
 
@@ -58,13 +62,20 @@ def test_the_local_backend_reads_every_key(
 ) -> None:
     monkeypatch.setattr(local, "RolloutEngine", AnsweringEngine)
     # The log-probs of the engine are made up, so no limit may stop the run.
-    base = ["config=run.yaml", "quant.scheme=bf16", "quant.align=linears", "quant.mismatch_limit=100"]
+    base = [
+        "config=run.yaml",
+        "quant.scheme=bf16",
+        "quant.align=linears",
+        "quant.mismatch_limit=100",
+    ]
     with traced() as reads:
         for number, run in enumerate(RUNS):
             AnsweringEngine.fails = run is GRPO
             code = train.main([*base, "trainer.num_threads=1", *run])
             assert code == 0, (number, capsys.readouterr().err[-2000:])
-    consumers = {key: {file for file in files if file not in NO_CONSUMERS} for key, files in reads.items()}
+    consumers = {
+        key: {file for file in files if file not in NO_CONSUMERS} for key, files in reads.items()
+    }
     assert leaves() - NOT_LOCAL.keys() - {key for key, files in consumers.items() if files} == set()
     for key, value in NOT_LOCAL.items():
         with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
@@ -80,7 +91,10 @@ TOKENS = {"actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_gpu": 300}
     f"actor.{kind}_micro_batch_size_per_gpu": None for kind in ("ppo", "log_prob")
 }
 WEIGHT = {"actor.loss": "grpo", "rollout_correction.rollout_is": "token"}
-REJECTION = {"rollout_correction.rollout_rs": ["seq_mean_k1"], "rollout_correction.rollout_rs_threshold": [0.5]}
+REJECTION = {
+    "rollout_correction.rollout_rs": ["seq_mean_k1"],
+    "rollout_correction.rollout_rs_threshold": [0.5],
+}
 VERL: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     "name": ("other", "trainer.experiment_name"),
     "seed": (7, f"{ROLLOUT}.seed"),
@@ -221,7 +235,10 @@ def verls(changes: dict[str, Any]) -> dict[str, Any]:
         config = quickstart()
     keys = {}
     for on_cpu in (True, False):
-        keys |= {f"{name.removeprefix('+')} {on_cpu}": value for name, value in verl_keys(config, on_cpu).items()}
+        keys |= {
+            f"{name.removeprefix('+')} {on_cpu}": value
+            for name, value in verl_keys(config, on_cpu).items()
+        }
     return keys
 
 
@@ -231,7 +248,10 @@ def test_verl_is_given_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = []
     for key, (value, theirs, *more) in VERL.items():
         others = more[0] if more else {}
-        before, after = verls({name: v for name, v in others.items() if name != key}), verls(others | {key: value})
+        before, after = (
+            verls({name: v for name, v in others.items() if name != key}),
+            verls(others | {key: value}),
+        )
         places = [f"{theirs} {on_cpu}" for on_cpu in (True, False)]
         if not any(place in after and after[place] != before.get(place) for place in places):
             lost.append((key, theirs))
@@ -239,5 +259,8 @@ def test_verl_is_given_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, (value, others) in NOT_VERL.items():
         with pytest.raises(UserError):
             refuse_unsupported(quickstart(**others | {key: value}))
-    threads = {worker_environment(quickstart(**{"trainer.num_threads": n}), True)["OMP_NUM_THREADS"] for n in (1, 3)}
+    threads = {
+        worker_environment(quickstart(**{"trainer.num_threads": n}), True)["OMP_NUM_THREADS"]
+        for n in (1, 3)
+    }
     assert threads == {"1", "3"}

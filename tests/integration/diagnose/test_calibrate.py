@@ -22,7 +22,9 @@ SHARE = 0.2
 
 
 @pytest.mark.verl
-@pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.key.startswith("actor.")], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if not rule.key.startswith("actor.")], ids=lambda r: r.name
+)
 def test_the_correction_loses_what_the_threshold_says(rule):
     """With the threshold in a config, verl's own functions reject, or the weight truncates, exactly that share."""
     rows = random_rows(seed=3)
@@ -69,7 +71,9 @@ def test_thresholds_of_the_quickstart(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert (report["batches"], report["responses"], report["prompts"]) == (2, 192, 24)
     exact = report["levels"]["exact"]
     assert exact["mismatch"]["abs_max"] == 0 and exact["mismatch"]["k3"] == 0
-    assert all("none" in row for row in exact["thresholds"]), "without a mismatch nothing is proposed"
+    assert all("none" in row for row in exact["thresholds"]), (
+        "without a mismatch nothing is proposed"
+    )
     off = {row["name"]: row for row in report["levels"]["off"]["thresholds"]}
     linears = {row["name"]: row for row in report["levels"]["linears"]["thresholds"]}
     assert off.keys() == linears.keys() == {rule.name for rule in RULES}
@@ -79,12 +83,17 @@ def test_thresholds_of_the_quickstart(tmp_path: Path, capfd: pytest.CaptureFixtu
         assert SHARE - 0.02 <= row["loses"] <= SHARE
         assert row["low"] <= row["value"] * 1.01 and row["value"] <= row["high"] * 1.01
         assert row["value"] > (linears[name].get("value") or 0.0)
-    assert off["rejection, seq_sum_k3"]["paper"]["loses"] > 0.5, "the paper's threshold is for equal weights"
+    assert off["rejection, seq_sum_k3"]["paper"]["loses"] > 0.5, (
+        "the paper's threshold is for equal weights"
+    )
     bands = {row["name"]: row for row in report["bands"]}
     assert len(bands) == 3
     for row in bands.values():
         assert "none" in row or 0 < row["value"] < 0.5
         assert math.isfinite(row["configured"]["loses"])
     printed = capfd.readouterr().out
-    assert "rollout_correction.rollout_rs=seq_sum_k3 rollout_correction.rollout_rs_threshold=" in printed
+    assert (
+        "rollout_correction.rollout_rs=seq_sum_k3 rollout_correction.rollout_rs_threshold="
+        in printed
+    )
     assert "quant.align=exact" in printed and "no mismatch" in printed

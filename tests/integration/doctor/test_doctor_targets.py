@@ -36,7 +36,9 @@ trainer: {total_training_steps: 100, val_before_train: false, save_final: false}
 """
 
 
-def examine_big(name: str, gpus: int, parallel: int, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+def examine_big(
+    name: str, gpus: int, parallel: int, *arguments: str
+) -> tuple[int, list[dict[str, Any]]]:
     """Exit code and findings on GPUs of another machine."""
     Path("big.yaml").write_text(BIG.replace("PATH", str(MODELS / name)))
     return examine(
@@ -51,7 +53,9 @@ def examine_big(name: str, gpus: int, parallel: int, *arguments: str) -> tuple[i
 @pytest.mark.verl
 def test_the_mixture_of_experts_has_its_experts_counted() -> None:
     ignore = 'quant.ignore=[lm_head, "re:.*mlp[.]gate$"]'
-    code, findings = examine_big("Qwen3-30B-A3B", 16, 2, ignore, "rollout.gpu_memory_utilization=0.3")
+    code, findings = examine_big(
+        "Qwen3-30B-A3B", 16, 2, ignore, "rollout.gpu_memory_utilization=0.3"
+    )
     assert code == 0 and [f["what"] for f in findings if f["status"] == "error"] == []
     notes = said(findings, "note", "kernels")
     assert "not checked: which kernel of the trainer multiplies 18432 matrices of experts" in notes
@@ -59,15 +63,25 @@ def test_the_mixture_of_experts_has_its_experts_counted() -> None:
     # 48 layers of four matrices and two stacks.
     assert any("288 low-bit layers" in what for what in said(findings, "ok", "published tensors"))
     assert "quant.group_size divides all layers" in said(findings, "ok", "layer sizes")
-    assert any(what.startswith("18624 of 18625 linears") for what in said(findings, "ok", "ignore list"))
+    assert any(
+        what.startswith("18624 of 18625 linears") for what in said(findings, "ok", "ignore list")
+    )
     assert any("30.5 billion" in what for what in said(findings, "ok", "model"))
     _, findings = examine_big("Qwen3-30B-A3B", 8, 2)
-    assert said(findings, "error", "ignore list") == ["vLLM would quantize 48 routers, which the trainer keeps in BF16"]
+    assert said(findings, "error", "ignore list") == [
+        "vLLM would quantize 48 routers, which the trainer keeps in BF16"
+    ]
     # 30.5e9 parameters at 16 bytes are 57 GiB a GPU of 8 before anything else, and at 12 bytes 43.
     peaks = {}
     for options in ((), ("optim.name=muon",)):
-        _, findings = examine_big("Qwen3-30B-A3B", 8, 2, ignore, "rollout.gpu_memory_utilization=0.2", *options)
-        (memory,) = (f["what"] for f in findings if f["topic"] == "memory" and "needed at the peak" in f["what"])
+        _, findings = examine_big(
+            "Qwen3-30B-A3B", 8, 2, ignore, "rollout.gpu_memory_utilization=0.2", *options
+        )
+        (memory,) = (
+            f["what"]
+            for f in findings
+            if f["topic"] == "memory" and "needed at the peak" in f["what"]
+        )
         peaks[options] = float(memory.partition(": ")[2].partition(" GiB")[0])
     adamw, muon = peaks.values()
     assert adamw - muon == pytest.approx(4 * 29.9e9 / 8 / 2**30, abs=0.2)
@@ -78,7 +92,12 @@ def test_the_mixture_of_experts_has_its_experts_counted() -> None:
     [
         # 4736 inputs of down_proj and 896 of o_proj a GPU are 37 and 7 groups of 128; 2368 and 448 are not.
         ("Qwen2.5-Math-7B", 4, [], []),
-        ("Qwen2.5-Math-7B", 8, [], ["28 attention heads do not split", "56 layers cannot be split along their inputs"]),
+        (
+            "Qwen2.5-Math-7B",
+            8,
+            [],
+            ["28 attention heads do not split", "56 layers cannot be split along their inputs"],
+        ),
         # 192 inputs of an expert a GPU are not a multiple of 128, but of 64.
         ("Qwen3-30B-A3B", 4, [], ["6144 layers cannot be split along their inputs"]),
         ("Qwen3-30B-A3B", 4, ["quant.group_size=64"], []),
@@ -86,10 +105,14 @@ def test_the_mixture_of_experts_has_its_experts_counted() -> None:
     ],
 )
 @pytest.mark.verl
-def test_tensor_parallel_sizes(name: str, parallel: int, arguments: list[str], errors: list[str]) -> None:
+def test_tensor_parallel_sizes(
+    name: str, parallel: int, arguments: list[str], errors: list[str]
+) -> None:
     _, findings = examine_big(name, max(8, parallel), parallel, *arguments)
     reported = [f for f in findings if f["status"] == "error" and f["topic"] == "layer sizes"]
-    assert [words in f["what"] for words, f in zip(errors, reported, strict=True)] == [True] * len(errors)
+    assert [words in f["what"] for words, f in zip(errors, reported, strict=True)] == [True] * len(
+        errors
+    )
 
 
 @pytest.mark.verl
@@ -134,11 +157,15 @@ def test_memory_of_the_gpu_decides() -> None:
     ],
 )
 def test_what_a_gpu_cannot_compute(scheme: str, capability: float, error: str | None) -> None:
-    _, findings = examine_big("Qwen3-8B", 8, 2, f"quant.scheme={scheme}", f"doctor.gpu_capability={capability}")
+    _, findings = examine_big(
+        "Qwen3-8B", 8, 2, f"quant.scheme={scheme}", f"doctor.gpu_capability={capability}"
+    )
     assert said(findings, "error", "machine") == ([] if error is None else [error])
 
 
-@pytest.mark.parametrize("argument", ["device=tpu", "gpu_memory_gib=much", "gpu_capability=-1", "gpu=h100", "json="])
+@pytest.mark.parametrize(
+    "argument", ["device=tpu", "gpu_memory_gib=much", "gpu_capability=-1", "gpu=h100", "json="]
+)
 def test_options_of_the_doctor_itself(capsys: pytest.CaptureFixture[str], argument: str) -> None:
     assert main(["config=run.yaml", f"doctor.{argument}"]) == 2
     said = capsys.readouterr().err
@@ -151,6 +178,11 @@ def test_targets() -> None:
 
     assert target(json="x") == this_machine()
     h100 = target(device="h100", gpu_memory_gib="80")
-    assert (h100.device, h100.here, h100.capability, h100.gpu_memory_bytes) == ("cuda", False, 90, 80 * 2**30)
+    assert (h100.device, h100.here, h100.capability, h100.gpu_memory_bytes) == (
+        "cuda",
+        False,
+        90,
+        80 * 2**30,
+    )
     unnamed = target(gpu_memory_gib="48")
     assert (unnamed.capability, unnamed.gpu_memory_bytes) == (None, 48 * 2**30)

@@ -31,7 +31,9 @@ pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, need
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory) -> Iterator[LocalTrainer]:
     """A trainer three steps into the quickstart, with larger steps so that the weights really move."""
-    settings = config(tmp_path_factory.mktemp("runs"), "optim.lr=2e-4", "trainer.val_max_prompts=64")
+    settings = config(
+        tmp_path_factory.mktemp("runs"), "optim.lr=2e-4", "trainer.val_max_prompts=64"
+    )
     trainer = LocalTrainer(settings, prepare_run(settings))
     with trainer.engine:
         trainer.publish()
@@ -47,8 +49,12 @@ def test_three_steps_train_publish_and_log_mismatch_bands_and_phases(trainer):
         assert 0.28 < metrics["publish/quantized_ratio"] < 0.30
         assert metrics["actor/grad_norm"] > 0 and metrics["actor/skipped_steps"] == 0
     # At this learning rate; the model, trained where the test runs, and so the fraction differ between CPU types.
-    assert sum(metrics["actor/inside_band_frac_after_first"] for metrics in trainer.metrics) >= 3 * 0.5
-    assert trainer.seconds.keys() >= {f"timing_s/{p}" for p in ("rollout", "old_log_prob", "update", "publish")}
+    assert (
+        sum(metrics["actor/inside_band_frac_after_first"] for metrics in trainer.metrics) >= 3 * 0.5
+    )
+    assert trainer.seconds.keys() >= {
+        f"timing_s/{p}" for p in ("rollout", "old_log_prob", "update", "publish")
+    }
     logged = {*trainer.seconds, *(name for metrics in trainer.metrics for name in metrics)}
     assert logged - glossary_metrics() == set()
     assert misplaced(logged, "local") == []
@@ -60,7 +66,9 @@ def test_the_weights_moved_and_the_engine_has_exactly_the_trainers_tensors(train
     moved = []
     for name, layer in low_bit_layers(trainer.policy.model).items():
         before = start.model.get_submodule(name).quantized().tensors
-        if not all(torch.equal(tensor, before[leaf]) for leaf, tensor in layer.quantized().tensors.items()):
+        if not all(
+            torch.equal(tensor, before[leaf]) for leaf, tensor in layer.quantized().tensors.items()
+        ):
             moved.append(name)
     assert len(moved) == 28
     folder = trainer.policy.save(tmp_path / "export", trainer.tokenizer)
@@ -89,9 +97,22 @@ def test_every_layer_is_quantized_once_an_optimizer_step(trainer, monkeypatch):
 
 
 def test_ctrl_c_ends_after_the_step_and_keeps_everything(tmp_path):
-    command = [sys.executable, "-m", "qarl.train", "config=quickstart.yaml", f"output_dir={tmp_path}", "name=stopped"]
-    command += ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.total_training_steps=1000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "qarl.train",
+        "config=quickstart.yaml",
+        f"output_dir={tmp_path}",
+        "name=stopped",
+    ]
+    command += [
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.total_training_steps=1000",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    ) as process:
         assert process.stdout is not None
         lines = []
         for line in process.stdout:
@@ -108,5 +129,10 @@ def test_ctrl_c_ends_after_the_step_and_keeps_everything(tmp_path):
     run_dir = tmp_path / "stopped"
     entries = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["interrupted"] is True and summary["steps"] == entries[-1]["step"] == len(entries) <= 4
-    assert (run_dir / "export" / "model.safetensors").is_file() and list((run_dir / "plots").glob("*.png"))
+    assert (
+        summary["interrupted"] is True
+        and summary["steps"] == entries[-1]["step"] == len(entries) <= 4
+    )
+    assert (run_dir / "export" / "model.safetensors").is_file() and list(
+        (run_dir / "plots").glob("*.png")
+    )

@@ -56,7 +56,9 @@ def run_steps(tmp_path, steps: int, *overrides: str) -> list[dict[str, float]]:
     with trainer.engine:
         first = trainer.publish()
         theirs, norm = trainer.engine.receiver.storage(), "model.norm.weight"
-        assert trainer.policy.model.get_parameter(norm).data_ptr() == theirs[norm].data_ptr(), "not shared"
+        assert trainer.policy.model.get_parameter(norm).data_ptr() == theirs[norm].data_ptr(), (
+            "not shared"
+        )
         metrics = [trainer.train_step() for _ in range(steps)]
         adapter = trainer.policy.adapters.adapter()
     assert any(tensor.any() for name, tensor in adapter.tensors.items() if "lora_B" in name)
@@ -92,7 +94,9 @@ SMALL = {
 
 
 def small(tmp_path, name: str, **overrides: str):
-    settings = SMALL | {"name": name} | {key.replace("__", "."): value for key, value in overrides.items()}
+    settings = (
+        SMALL | {"name": name} | {key.replace("__", "."): value for key, value in overrides.items()}
+    )
     return config(tmp_path, *(f"{key}={value}" for key, value in settings.items()))
 
 
@@ -116,7 +120,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path, mo
         run(part)
     monkeypatch.undo()
     run(part)
-    ends = [open_checkpoint(settings.run_dir / "checkpoints" / "step_4") for settings in (whole, part)]
+    ends = [
+        open_checkpoint(settings.run_dir / "checkpoints" / "step_4") for settings in (whole, part)
+    ]
     for key in ("weights", "published", "sampler"):
         assert ends[0].state[key] == ends[1].state[key]
     for name in ("adapter_model.safetensors", "optimizer.pt", "rng.pt"):
@@ -126,17 +132,29 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path, mo
     assert not (ends[0].folder / "model.safetensors").exists()
 
     for format in ("bf16", "fp32"):
-        assert main(["export", f"run={part.run_dir}", f"output={tmp_path / format}", f"format={format}"]) == 2
+        assert (
+            main(
+                ["export", f"run={part.run_dir}", f"output={tmp_path / format}", f"format={format}"]
+            )
+            == 2
+        )
         assert "not possible for a run with adapters" in capfd.readouterr().err
     assert main(["export", f"run={part.run_dir}", f"output={tmp_path / 'out'}"]) == 0
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         ours, last = load_file(tmp_path / "out" / name), load_file(part.run_dir / "export" / name)
         assert ours.keys() == last.keys() and all(torch.equal(ours[key], last[key]) for key in ours)
-    for folder in (tmp_path / "out", part.run_dir / "export"):  # peft loads the base that is named there
+    for folder in (
+        tmp_path / "out",
+        part.run_dir / "export",
+    ):  # peft loads the base that is named there
         config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
         assert config["base_model_name_or_path"] == str(folder.resolve())
     tokens, _ = greedy_in_a_fresh_vllm(
-        tmp_path / "out", PROMPTS[:2], max_tokens=4, max_model_len=64, adapter=tmp_path / "out" / "adapter"
+        tmp_path / "out",
+        PROMPTS[:2],
+        max_tokens=4,
+        max_model_len=64,
+        adapter=tmp_path / "out" / "adapter",
     )
     assert all(tokens)
 
@@ -149,7 +167,9 @@ def test_a_base_that_changed_is_refused_by_a_resume_and_by_an_export(tmp_path, c
     run(settings)
     checkpoint = settings.run_dir / "checkpoints" / "step_1"
     weights, name = load_file(model / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
-    save_file(weights | {name: -weights[name]}, model / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        weights | {name: -weights[name]}, model / "model.safetensors", metadata={"format": "pt"}
+    )
     resume = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": str(checkpoint)}
     with pytest.raises(UserError, match="differ from those that the adapter was trained on"):
         run(small(tmp_path, "longer", **keys, **resume, trainer__total_training_steps="2"))

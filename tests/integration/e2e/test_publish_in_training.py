@@ -30,8 +30,12 @@ OVERRIDES = (
 def state_digest(trainer: LocalTrainer) -> str:
     sha = hashlib.sha256()
     state = trainer.optimizer.state_dict()
-    moments = (v for slot in state["inner"]["state"].values() for v in slot.values() if torch.is_tensor(v))
-    for tensor in itertools.chain(trainer.policy.model.state_dict().values(), state["masters"].values(), moments):
+    moments = (
+        v for slot in state["inner"]["state"].values() for v in slot.values() if torch.is_tensor(v)
+    )
+    for tensor in itertools.chain(
+        trainer.policy.model.state_dict().values(), state["masters"].values(), moments
+    ):
         sha.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
 

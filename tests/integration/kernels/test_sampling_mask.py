@@ -49,7 +49,12 @@ def test_kept_tokens_by_hand(truncation, expected):
     assert truncation.active == (truncation.top_p < 1 or truncation.top_k > 0)
 
 
-CASES = [(top_p, top_k) for top_p in (1.0, 0.999, 0.9, 0.5, 0.05) for top_k in (0, 1, 5, 20, 333) if top_p < 1 or top_k]
+CASES = [
+    (top_p, top_k)
+    for top_p in (1.0, 0.999, 0.9, 0.5, 0.05)
+    for top_k in (0, 1, 5, 20, 333)
+    if top_p < 1 or top_k
+]
 
 
 @pytest.mark.vllm
@@ -100,7 +105,10 @@ def test_the_gradient_over_the_kept_tokens_against_float64(rows):
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(60, 32, generator=generator).bfloat16().requires_grad_()
     weight = (torch.randn(301, 32, generator=generator) / 2).bfloat16().requires_grad_()
-    tokens, weights = torch.randint(301, (60,), generator=generator), torch.randn(60, generator=generator)
+    tokens, weights = (
+        torch.randint(301, (60,), generator=generator),
+        torch.randn(60, generator=generator),
+    )
     logits = LogitsInBlocks(hidden, weight)
     packed, outside = logits.sampling_mask(tokens, Truncation(top_p=0.8, top_k=40), temperature=0.7)
     assert 0 < int(outside.sum()) < 60

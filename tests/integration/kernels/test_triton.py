@@ -14,9 +14,16 @@ pytestmark = pytest.mark.compiles
 
 @pytest.mark.parametrize(
     ("capability", "name"),
-    [((8, 9), "ampere"), ((9, 0), "hopper"), ((10, 3), "blackwell"), ((12, 1), "blackwell_geforce")],
+    [
+        ((8, 9), "ampere"),
+        ((9, 0), "hopper"),
+        ((10, 3), "blackwell"),
+        ((12, 1), "blackwell_geforce"),
+    ],
 )
-def test_each_capability_has_its_table(capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_capability_has_its_table(
+    capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from qarl.kernels.triton import tiles
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
@@ -39,17 +46,27 @@ def test_under_the_interpreter(paths: list[Path]) -> None:
 
 
 # `make test` compiles for one target. The others take a minute each.
-TARGETS = [pytest.param(target, marks=() if target == 90 else pytest.mark.slow) for target in SHARED_LIMIT]
+TARGETS = [
+    pytest.param(target, marks=() if target == 90 else pytest.mark.slow) for target in SHARED_LIMIT
+]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles_and_fits(target: int) -> None:
     report = compile_for(target)
-    assert set(report["kernels"]) == entry_kernels(), "kernels missing from the AOT lists, or listed and gone"
+    assert set(report["kernels"]) == entry_kernels(), (
+        "kernels missing from the AOT lists, or listed and gone"
+    )
     compiled = report["resources"]
     assert {name: kernel["error"] for name, kernel in compiled.items() if "error" in kernel} == {}
-    assert {name: kernel for name, kernel in compiled.items() if kernel["spill_bytes"]} == {}, "spilled registers"
-    too_large = {name: kernel for name, kernel in compiled.items() if kernel["shared_bytes"] > SHARED_LIMIT[target]}
+    assert {name: kernel for name, kernel in compiled.items() if kernel["spill_bytes"]} == {}, (
+        "spilled registers"
+    )
+    too_large = {
+        name: kernel
+        for name, kernel in compiled.items()
+        if kernel["shared_bytes"] > SHARED_LIMIT[target]
+    }
     assert too_large == {}
     recorded = json.loads((ROOT / "benchmarks" / "results" / "triton_aot.json").read_text())
     assert set(recorded["rows"][f"sm_{target}"]["resources"]) == set(compiled), (

@@ -26,13 +26,18 @@ def make_batch(spread: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor
 @pytest.mark.verl
 @pytest.mark.parametrize("spread", [0.02, 0.5])
 def test_definitions_are_verls(spread: float) -> None:
-    from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
+    from verl.trainer.ppo.rollout_corr_helper import (
+        compute_offpolicy_metrics,
+        compute_rollout_correction_weights,
+    )
     from verl.utils.debug.metrics import pearson_correlation_coefficient
 
     old, rollout, mask = make_batch(spread)
     ours = mismatch_metrics(old, rollout, mask)
     theirs = compute_offpolicy_metrics(old, rollout, mask)
-    _, weights = compute_rollout_correction_weights(old - rollout, mask, rollout_is="token", rollout_is_threshold=2.0)
+    _, weights = compute_rollout_correction_weights(
+        old - rollout, mask, rollout_is="token", rollout_is_threshold=2.0
+    )
     # verl works in FP32 throughout: k3 near 2e-4 is the difference of numbers near 1, good to 1e-7.
     assert ours["mismatch/k1"] == pytest.approx(theirs["kl"], rel=1e-5, abs=1e-7)
     assert ours["mismatch/k3"] == pytest.approx(theirs["k3_kl"], rel=1e-5, abs=2e-8)
@@ -66,7 +71,9 @@ def test_padding_and_empty_responses_do_not_count() -> None:
     expected = mismatch_metrics(old, rollout, mask)
     old[~mask], rollout[~mask] = math.nan, -math.inf
     empty = torch.zeros(1, 40)
-    padded = mismatch_metrics(torch.cat([old, empty]), torch.cat([rollout, empty]), torch.cat([mask, empty.bool()]))
+    padded = mismatch_metrics(
+        torch.cat([old, empty]), torch.cat([rollout, empty]), torch.cat([mask, empty.bool()])
+    )
     assert padded == expected
 
 
@@ -80,21 +87,38 @@ def in_float64(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> 
     shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999, "max": 1.0}
     edges = [-np.inf, 0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2, np.inf]
     counts, _ = np.histogram(np.exp(of_responses), edges)
-    names = ("to_50", "to_80", "to_95", "to_99", "to_101", "to_105", "to_125", "to_200", "above_200")
-    return {f"mismatch/abs_{name}": np.quantile(abs(delta), share) for name, share in shares.items()} | {
+    names = (
+        "to_50",
+        "to_80",
+        "to_95",
+        "to_99",
+        "to_101",
+        "to_105",
+        "to_125",
+        "to_200",
+        "above_200",
+    )
+    return {
+        f"mismatch/abs_{name}": np.quantile(abs(delta), share) for name, share in shares.items()
+    } | {
         "mismatch/abs_mean": abs(delta).mean(),
         "mismatch/k1": -delta.mean(),
         "mismatch/k3": (np.expm1(delta) - delta).mean(),
         "mismatch/ess": weights.mean() ** 2 / (weights**2).mean(),
         "mismatch/ppl_ratio": np.exp(-of_responses).mean(),
         "mismatch/pearson": np.corrcoef(p, q)[0, 1],
-        **{f"mismatch/w_{name}": count / len(of_responses) for name, count in zip(names, counts, strict=True)},
+        **{
+            f"mismatch/w_{name}": count / len(of_responses)
+            for name, count in zip(names, counts, strict=True)
+        },
     }
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("spread", [1e-4, 0.5])
-def test_ranks_with_different_responses_find_the_figures_of_the_whole_batch(ranks: int, spread: float) -> None:
+def test_ranks_with_different_responses_find_the_figures_of_the_whole_batch(
+    ranks: int, spread: float
+) -> None:
     """Threads stand for ranks. With five, the last has no response."""
     old, rollout, mask = make_batch(spread)
     mask[3] = False
@@ -139,7 +163,9 @@ def test_response_metrics_are_verls() -> None:
         "returns": token_scores,
     }
     theirs = compute_data_metrics(DataProto.from_dict(tensors), use_critic=False)
-    ours = response_metrics(scores, lengths, ["length" if length == width else "stop" for length in lengths])
+    ours = response_metrics(
+        scores, lengths, ["length" if length == width else "stop" for length in lengths]
+    )
     assert ours.pop("critic/score/std") == pytest.approx(np.std([1.0, 0.0, 0.5]))
     assert len(ours) == 8
     for name, value in ours.items():
@@ -162,7 +188,9 @@ def test_phase_timer_accumulates_and_starts_anew() -> None:
     with timer.phase("update"), timer.phase("old_log_prob", not_in="update"):
         time.sleep(0.01)
     seconds = timer.pop()
-    assert set(seconds) == {f"timing_s/{name}" for name in ("rollout", "update", "old_log_prob", "step")}
+    assert set(seconds) == {
+        f"timing_s/{name}" for name in ("rollout", "update", "old_log_prob", "step")
+    }
     assert 0.02 <= seconds["timing_s/rollout"] < 5
     assert seconds["timing_s/update"] < 0.01 <= seconds["timing_s/old_log_prob"]
     assert seconds["timing_s/step"] == pytest.approx(sum(seconds.values()) / 2)

@@ -44,11 +44,17 @@ def responses(
 
 
 def loss_and_gradient(
-    batch: dict[str, torch.Tensor], loss: str, correction: dict[str, Any], algorithm: dict[str, Any], **keys: Any
+    batch: dict[str, torch.Tensor],
+    loss: str,
+    correction: dict[str, Any],
+    algorithm: dict[str, Any],
+    **keys: Any,
 ) -> tuple[float, torch.Tensor]:
     settings = objective_settings(run_config(loss, correction, algorithm, **keys))
     mask = batch["response_mask"]
-    weight = correction_weights(batch["old_log_prob"], batch["rollout_log_prob"], mask, settings.correction)
+    weight = correction_weights(
+        batch["old_log_prob"], batch["rollout_log_prob"], mask, settings.correction
+    )
     counts = {"responses": int(mask.any(1).sum()), "tokens": int(mask.sum())}
     value, _ = objective_loss(**batch, settings=settings, weight=weight, **counts)
     value.backward()
@@ -60,7 +66,9 @@ def loss_and_gradient(
 BANDS = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2}
 TBPO = {"seq_clip_ratio_high": 0.2, "neg_seq_clip_ratio_low": 0.1, "neg_seq_clip_ratio_high": 0.3}
 # loss, keys, A, r of each token, r_corr of each token -> loss, gradient of each token.
-OBJECTIVES: list[tuple[str, dict[str, Any], float, list[float], list[float], float, list[float]]] = [
+OBJECTIVES: list[
+    tuple[str, dict[str, Any], float, list[float], list[float], float, list[float]]
+] = [
     # (-1.1 - 1.2) / 2: the second is clipped from 1.5. A gradient is r times that of r.
     ("grpo", {}, 1.0, [1.1, 1.5], [1, 1], -1.15, [-0.55, 0.0]),
     # No lower clip for A > 0: (-0.5 - 0.9) / 2.
@@ -94,7 +102,15 @@ OBJECTIVES: list[tuple[str, dict[str, Any], float, list[float], list[float], flo
     ("mis_gspo", BANDS, 2.0, [1.21, 1.0], [1.5, 1.2], -3.96, [-1.98, -1.98]),
     ("mis_gspo", BANDS, 2.0, [1.21, 1.0], [0.5, 0.2], -0.22, [-0.11, -0.11]),
     ("mis_gspo", BANDS, 2.0, [1.21, 1.0], [2.0, 1.2], 0.0, [0.0, 0.0]),
-    ("mis_gspo", BANDS | {"mis_imp_ratio_cap": 3.0}, 2.0, [1.21, 1.0], [2.0, 1.2], -5.28, [-2.64, -2.64]),
+    (
+        "mis_gspo",
+        BANDS | {"mis_imp_ratio_cap": 3.0},
+        2.0,
+        [1.21, 1.0],
+        [2.0, 1.2],
+        -5.28,
+        [-2.64, -2.64],
+    ),
     # A < 0, s = 0.8 clipped to 0.9: 1.8 * 0.9.
     ("mis_gspo", BANDS, -1.0, [0.64, 1.0], [1.5, 1.2], 1.62, [0.0, 0.0]),
     # sigmoid(0) = 1/2: -4 / 2 each. The gate's slope at 1 is 1.
@@ -102,8 +118,24 @@ OBJECTIVES: list[tuple[str, dict[str, Any], float, list[float], list[float], flo
     # sigmoid(ln 3) = 3/4: -(3 + 2) / 2. Slope 4 * 3/4 * 1/4 = 3/4, times r.
     ("sapo", {}, 1.0, [1 + LN3, 1.0], [1, 1], -2.5, [-0.375 * (1 + LN3), -0.5]),
     # tau = 2 for A < 0: 4 / 2 * (3/4 + 1/2) / 2. tau = 1 for A > 0 is left alone.
-    ("sapo", {"tau_neg": 2.0}, -1.0, [1 + LN3 / 2, 1.0], [1, 1], 1.25, [0.375 * (1 + LN3 / 2), 0.5]),
-    ("sapo", {"tau_pos": 2.0}, 1.0, [1 + LN3 / 2, 1.0], [1, 1], -1.25, [-0.375 * (1 + LN3 / 2), -0.5]),
+    (
+        "sapo",
+        {"tau_neg": 2.0},
+        -1.0,
+        [1 + LN3 / 2, 1.0],
+        [1, 1],
+        1.25,
+        [0.375 * (1 + LN3 / 2), 0.5],
+    ),
+    (
+        "sapo",
+        {"tau_pos": 2.0},
+        1.0,
+        [1 + LN3 / 2, 1.0],
+        [1, 1],
+        -1.25,
+        [-0.375 * (1 + LN3 / 2), -0.5],
+    ),
     # -log_prob * A with log-probs of -1 and -1 - ln 3: (2 + 2 + 2 ln 3) / 2.
     ("reinforce", {}, 2.0, [1.0, 1 / 3], [1, 1], 2 + LN3, [-1.0, -1.0]),
     ("reinforce", {}, -1.0, [1.0, 1.0], [1, 1], -1.0, [0.5, 0.5]),
@@ -118,7 +150,9 @@ OBJECTIVES: list[tuple[str, dict[str, Any], float, list[float], list[float], flo
 ]
 
 
-@pytest.mark.parametrize(("loss", "keys", "advantage", "r", "r_corr", "expected", "gradient"), OBJECTIVES)
+@pytest.mark.parametrize(
+    ("loss", "keys", "advantage", "r", "r_corr", "expected", "gradient"), OBJECTIVES
+)
 def test_one_response(loss, keys, advantage, r, r_corr, expected, gradient):
     value, computed = loss_and_gradient(responses([advantage], [r], [r_corr]), loss, {}, {}, **keys)
     assert value == pytest.approx(expected, rel=2e-6, abs=1e-7)
@@ -126,7 +160,9 @@ def test_one_response(loss, keys, advantage, r, r_corr, expected, gradient):
 
 
 def test_the_table_has_every_objective_with_both_signs():
-    assert {(row[0], row[2] > 0) for row in OBJECTIVES} == {(loss, sign) for loss in LOSSES for sign in (True, False)}
+    assert {(row[0], row[2] > 0) for row in OBJECTIVES} == {
+        (loss, sign) for loss in LOSSES for sign in (True, False)
+    }
 
 
 # Keys of the correction, r_corr of two tokens -> their weights.
@@ -152,22 +188,32 @@ WEIGHTS: list[tuple[dict[str, Any], list[float], list[float]]] = [
     (weighted("geometric", "mask"), [9.0, 1.0], [0.0, 0.0]),
     (weighted("geometric", "icepop"), [0.04, 1.0], [0.0, 0.0]),
     # After the bounds the mean, 1.25, becomes 1.
-    (weighted("token", rollout_is_batch_normalize=True, rollout_is_threshold=1.5), [9.0, 1.0], [1.2, 0.8]),
+    (
+        weighted("token", rollout_is_batch_normalize=True, rollout_is_threshold=1.5),
+        [9.0, 1.0],
+        [1.2, 0.8],
+    ),
 ]
 
 
 @pytest.mark.parametrize(("correction", "r_corr", "weights"), WEIGHTS, ids=str)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_weight_multiplies_the_loss_and_its_gradient(correction, r_corr, weights, advantage):
-    value, gradient = loss_and_gradient(responses([advantage], [[1.1, 1.1]], [r_corr]), "grpo", correction, {})
+    value, gradient = loss_and_gradient(
+        responses([advantage], [[1.1, 1.1]], [r_corr]), "grpo", correction, {}
+    )
     assert value == pytest.approx(-1.1 * advantage * sum(weights) / 2, rel=2e-6)
-    assert gradient[0].tolist() == pytest.approx([-1.1 * advantage * weight / 2 for weight in weights], rel=2e-6)
+    assert gradient[0].tolist() == pytest.approx(
+        [-1.1 * advantage * weight / 2 for weight in weights], rel=2e-6
+    )
 
 
 def test_normalised_weights_of_responses_have_a_mean_over_responses():
     """Products 1.5 (one token) and 0.5 (two): their mean over responses is 1, over tokens it would be 5/6."""
     batch = responses([1.0, 1.0], [[1.1], [1.1, 1.1]], [[1.5], [0.5, 1.0]])
-    value, _ = loss_and_gradient(batch, "grpo", weighted("sequence", rollout_is_batch_normalize=True), {})
+    value, _ = loss_and_gradient(
+        batch, "grpo", weighted("sequence", rollout_is_batch_normalize=True), {}
+    )
     assert value == pytest.approx(-1.1 * (1.5 + 0.5) / 2, rel=2e-6)
 
 
@@ -186,14 +232,18 @@ DIVERGENCES = {
 def test_a_rejection_begins_just_above_its_threshold(option, ratio):
     """The responses of a mini-batch: one with a mismatch (or an update), one without. Both are in the denominator."""
     large, none = [math.exp(-0.3), 1.0], [1.0, 1.0]
-    changed, other = ([large, none], [none, none]) if ratio == "ppo" else ([none, none], [large, none])
+    changed, other = (
+        ([large, none], [none, none]) if ratio == "ppo" else ([none, none], [large, none])
+    )
     # r_ppo is the product of both, so the mismatch of the second response is undone by its update.
     if ratio == "ppo":
         changed[1], other[1] = [2.0, 1.0], [0.5, 1.0]
     gradients = {}
     for factor in (0.99, 1.01):
         correction = rejected(option, bound=DIVERGENCES[option] * factor, rollout_rs_ratio=ratio)
-        _, gradients[factor] = loss_and_gradient(responses([-1.0, -1.0], changed, other), "reinforce", correction, {})
+        _, gradients[factor] = loss_and_gradient(
+            responses([-1.0, -1.0], changed, other), "reinforce", correction, {}
+        )
     # -log_prob * A with A = -1: each token of a response of two has 1/4.
     assert gradients[1.01].tolist() == [[0.25, 0.25], [0.25, 0.25]]
     rest = [0.0, 0.5] if option.startswith("token") else [0.0, 0.0]
@@ -232,7 +282,10 @@ def test_bypass_clips_the_ratio_to_the_rollout(loss):
 AVERAGES = {
     "seq-mean-token-mean": ((-1.1 + 1.0) / 2, [1 / 2, 1 / 6]),
     "seq-mean-token-sum": ((-1.1 + 3.0) / 2, [1 / 2, 1 / 2]),
-    "seq-mean-token-sum-norm": ((-1.1 + 3.0) / 2 / 12, [1 / 24, 1 / 24]),  # data.max_response_length is 12
+    "seq-mean-token-sum-norm": (
+        (-1.1 + 3.0) / 2 / 12,
+        [1 / 24, 1 / 24],
+    ),  # data.max_response_length is 12
     "token-mean": ((-1.1 + 3.0) / 4, [1 / 4, 1 / 4]),
 }
 
@@ -252,7 +305,9 @@ def test_averages(mode, loss):
         expected = -1.1 * single
     assert value == pytest.approx(expected, rel=2e-6)
     assert gradient[0].tolist() == pytest.approx([-1.1 * single, 0, 0], rel=2e-6)
-    assert gradient[1].tolist() == pytest.approx([negative * triple * r for r in (0.9, 1.0, 1.1)], rel=2e-6)
+    assert gradient[1].tolist() == pytest.approx(
+        [negative * triple * r for r in (0.9, 1.0, 1.1)], rel=2e-6
+    )
     assert not gradient[2].any()
 
 

@@ -70,7 +70,11 @@ def test_dr_grpo_sums_the_tokens_and_divides_by_a_constant(rows):
 def test_without_any_valid_token_nothing_is_weighted_or_rejected(rows):
     both = CORRECTIONS["weight_token_truncate"] | CORRECTIONS["rs_seq_sum_k3"]
     correction = objective_settings(run_config("grpo", both)).correction
-    old, rollout, empty = rows["old_log_prob"], rows["rollout_log_prob"], torch.zeros_like(rows["response_mask"])
+    old, rollout, empty = (
+        rows["old_log_prob"],
+        rows["rollout_log_prob"],
+        torch.zeros_like(rows["response_mask"]),
+    )
     assert not correction_weights(old, rollout, empty, correction).any()
     assert not accepted_tokens(old, old, rollout, empty, correction).any()
 
@@ -102,7 +106,10 @@ def test_the_share_that_is_rejected_is_reported(rows):
 
 @pytest.mark.parametrize(
     ("loss", "bypass"),
-    [*((loss, False) for loss in LOSSES), *((loss, True) for loss in LOSSES if loss not in NO_BYPASS)],
+    [
+        *((loss, False) for loss in LOSSES),
+        *((loss, True) for loss in LOSSES if loss not in NO_BYPASS),
+    ],
 )
 def test_the_size_of_an_update_is_to_the_old_policy_whatever_the_ratio(rows, loss, bypass):
     """By float64. Lengths differ, so the largest |r - 1| and the largest |r - 1| sqrt(T) are of different responses."""
@@ -113,7 +120,9 @@ def test_the_size_of_an_update_is_to_the_old_policy_whatever_the_ratio(rows, los
         changed["log_prob"][row] = changed["old_log_prob"][row] + moved
     _, _, statistics = call(changed, run_config(loss, {"bypass_mode": bypass}), parts(5))
     mask = changed["response_mask"]
-    log_ratio = torch.where(mask, (changed["log_prob"] - changed["old_log_prob"]).double(), 0.0).sum(1)
+    log_ratio = torch.where(
+        mask, (changed["log_prob"] - changed["old_log_prob"]).double(), 0.0
+    ).sum(1)
     sizes = (log_ratio / lengths.clamp(min=1)).exp().sub(1).abs() * lengths.double().sqrt()
     metrics = reduce_metrics(statistics)
     assert metrics["actor/update_size"] == pytest.approx(float(sizes.max()), rel=1e-5)
@@ -142,7 +151,9 @@ def test_tbpo_without_corrections_keeps_its_bits(rows):
     config = run_config("tbpo", {})
     log_prob = rows["log_prob"].clone().requires_grad_()
     tensors = {**rows, "log_prob": log_prob}
-    expected, statistics = tbpo_loss(**tensors, config=objective_settings(config).tbpo, global_batch_size=B - 4)
+    expected, statistics = tbpo_loss(
+        **tensors, config=objective_settings(config).tbpo, global_batch_size=B - 4
+    )
     expected.backward()
     total, gradient, parts_statistics = call(rows, config, parts(1))
     assert total == expected.item() and torch.equal(gradient, log_prob.grad)

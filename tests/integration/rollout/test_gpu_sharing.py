@@ -42,7 +42,9 @@ def test_batch_invariance_is_refused_in_the_trainers_process(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
     check = next(check for check in CHECKS if check.name == "vLLM replaces no operator")
-    run: Any = SimpleNamespace(config=SimpleNamespace(backend=backend), machine=Machine("cuda", "", here=True))
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(backend=backend), machine=Machine("cuda", "", here=True)
+    )
     message = r"(?s)trainer's process.*torch\.bmm.*gradients.*unset VLLM_BATCH_INVARIANT"
     with pytest.raises(UserError, match=message) if refused else nullcontext():
         if check.applies(run):
@@ -69,11 +71,17 @@ def memory(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     return of
 
 
-def test_an_engine_is_not_started_without_room(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_not_started_without_room(
+    memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before vLLM, in the first start and in a rebuild. The refusal names a share that is free."""
     memory(free=30.7, total=80, allocated=47)
     check_free_memory(0.38)
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **arguments: pytest.fail("vLLM was started")))
+    monkeypatch.setitem(
+        sys.modules,
+        "vllm",
+        SimpleNamespace(LLM=lambda **arguments: pytest.fail("vLLM was started")),
+    )
     engine = object.__new__(RolloutEngine)
     engine.config = config(gpu_memory_utilization=0.5)
     message = r"(?s)40\.0 GiB.*30\.7 GiB are free.*holds 47\.0 GiB of 80\.0.*utilization=0\.38"
@@ -122,7 +130,9 @@ def engine(gpu: None) -> Any:
     return instance
 
 
-def test_the_engine_sleeps_once_and_wakes_with_an_empty_cache(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_sleeps_once_and_wakes_with_an_empty_cache(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU, and if the key does not say otherwise."""
     engine.wake_up()
     engine.sleep()
@@ -143,9 +153,15 @@ def test_pytorchs_unused_memory_is_free_before_vllm_wakes(
 ) -> None:
     """Also the memory of tensors that only a cycle of references keeps."""
     calls = engine.llm.calls
-    engine.llm.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: calls.append("shutdown")))
+    engine.llm.llm_engine = SimpleNamespace(
+        engine_core=SimpleNamespace(shutdown=lambda: calls.append("shutdown"))
+    )
     engine.sleep()
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty" if garbage() is None else "too early"))
+    monkeypatch.setattr(
+        torch.cuda,
+        "empty_cache",
+        lambda: calls.append("empty" if garbage() is None else "too early"),
+    )
     tensor: Any = torch.zeros(4)
     tensor.itself, garbage = tensor, weakref.ref(tensor)
     gc.disable()
@@ -188,7 +204,9 @@ def test_an_engine_that_cannot_wake_is_lost_and_says_why(engine: Any) -> None:
     assert engine.llm.calls == ["sleep 1"]
 
 
-def test_an_engine_that_falls_asleep_half_way_is_lost_and_is_woken_before_it_is_closed(engine: Any) -> None:
+def test_an_engine_that_falls_asleep_half_way_is_lost_and_is_woken_before_it_is_closed(
+    engine: Any,
+) -> None:
     """vLLM would free memory that is already unmapped."""
 
     def half_way(level: int) -> None:
@@ -196,7 +214,9 @@ def test_an_engine_that_falls_asleep_half_way_is_lost_and_is_woken_before_it_is_
 
     calls = engine.llm.calls
     engine.llm.sleep = half_way
-    engine.llm.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: calls.append("shutdown")))
+    engine.llm.llm_engine = SimpleNamespace(
+        engine_core=SimpleNamespace(shutdown=lambda: calls.append("shutdown"))
+    )
     with pytest.raises(EngineFailed, match="no host memory"):
         engine.sleep()
     assert engine.receiver.broken and engine.stale
@@ -218,7 +238,9 @@ def test_a_failed_sleep_is_an_error_only_if_the_engine_may_not_be_replaced(
 
 
 @pytest.mark.vllm
-def test_a_closed_engine_frees_the_memory_pools_of_sleep_mode(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_engine_frees_the_memory_pools_of_sleep_mode(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM's own object, with pools that say when they go: before their allocators, which they call."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -236,7 +258,9 @@ def test_a_closed_engine_frees_the_memory_pools_of_sleep_mode(engine: Any, monke
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
     for tag in ("weights", "kv_cache"):
         allocator.allocator_and_pools[tag] = Freed("pool"), Freed("allocator")
-    engine.llm.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: calls.append("shutdown")))
+    engine.llm.llm_engine = SimpleNamespace(
+        engine_core=SimpleNamespace(shutdown=lambda: calls.append("shutdown"))
+    )
     engine.close()
     assert calls == ["shutdown", "pool", "pool", "empty", "allocator", "allocator"]
 
@@ -249,13 +273,19 @@ def test_what_is_captured_and_compiled_on_a_gpu(
     scheme: str, aligned: bool, kernels: str, asked: bool | None, graphs: bool, gpu: None
 ) -> None:
     """Nothing is compiled where the trainer follows the engine's operators, or their 8-bit activations."""
-    settings = config(enforce_eager=asked, scheme=get_scheme(scheme, 32), aligned=aligned, kernels=kernels)
+    settings = config(
+        enforce_eager=asked, scheme=get_scheme(scheme, 32), aligned=aligned, kernels=kernels
+    )
     arguments = llm_arguments(settings)
     assert arguments["enforce_eager"] is not graphs and arguments["enable_sleep_mode"] is True
     vllms_default = not aligned and scheme in ("bf16", "w4a16") and kernels == "engine"
-    wanted = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if graphs and not vllms_default else None
+    wanted = (
+        {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if graphs and not vllms_default else None
+    )
     assert arguments.get("compilation_config") == wanted
-    assert not {"enable_prefix_caching", "enable_chunked_prefill"} & arguments.keys()  # vLLM's defaults, both on
+    assert (
+        not {"enable_prefix_caching", "enable_chunked_prefill"} & arguments.keys()
+    )  # vLLM's defaults, both on
 
 
 def test_on_a_cpu_the_default_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:

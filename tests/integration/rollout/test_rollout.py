@@ -23,7 +23,9 @@ def model(pristine_model) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def engine(pristine_model) -> Iterator[RolloutEngine]:
-    config = EngineConfig(str(pristine_model), SCHEME, ("lm_head",), max_model_len=320, kv_cache_gib=0.25)
+    config = EngineConfig(
+        str(pristine_model), SCHEME, ("lm_head",), max_model_len=320, kv_cache_gib=0.25
+    )
     with RolloutEngine(config) as engine:
         yield engine
 
@@ -60,11 +62,19 @@ def test_a_response_depends_on_its_seed_and_not_on_the_batch(published):
     sampling = SamplingConfig(16, temperature=1.0)
     seeds = list(range(100, 116))
     whole = published.generate(PROMPTS, sampling, seeds)
-    assert published.generate(PROMPTS, sampling, seeds).response_token_ids == whole.response_token_ids
+    assert (
+        published.generate(PROMPTS, sampling, seeds).response_token_ids == whole.response_token_ids
+    )
     alone = published.generate(PROMPTS[5:6], sampling, seeds[5:6])
     assert alone.response_token_ids == whole.response_token_ids[5:6]
-    assert published.generate(PROMPTS, sampling, seeds[::-1]).response_token_ids != whole.response_token_ids
-    assert all(len(r) == len(lp) for r, lp in zip(whole.response_token_ids, whole.rollout_log_probs, strict=True))
+    assert (
+        published.generate(PROMPTS, sampling, seeds[::-1]).response_token_ids
+        != whole.response_token_ids
+    )
+    assert all(
+        len(r) == len(lp)
+        for r, lp in zip(whole.response_token_ids, whole.rollout_log_probs, strict=True)
+    )
 
 
 def test_more_prompt_tokens_than_one_prefill_holds_are_sampled_with_their_seeds(published):
@@ -79,7 +89,10 @@ def test_the_log_probs_are_the_sampled_tokens_though_the_likeliest_are_asked_for
     seeds = list(range(16))
     plain = published.generate(PROMPTS, SamplingConfig(16), seeds)
     rollout = published.generate(PROMPTS, SamplingConfig(16, top_tokens=True), seeds)
-    assert rollout.response_token_ids == plain.response_token_ids and rollout.top_token_ids != plain.response_token_ids
+    assert (
+        rollout.response_token_ids == plain.response_token_ids
+        and rollout.top_token_ids != plain.response_token_ids
+    )
     assert rollout.rollout_log_probs == plain.rollout_log_probs
 
 
@@ -92,7 +105,8 @@ def test_prompts_that_share_a_beginning_are_each_prefilled_whole(published):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "why"), [(["1+1"], "a prompt is '1.1'"), ([[]], r"a prompt is \[\]"), ([[5], [6]], "and 1 seeds")]
+    ("prompts", "why"),
+    [(["1+1"], "a prompt is '1.1'"), ([[]], r"a prompt is \[\]"), ([[5], [6]], "and 1 seeds")],
 )
 def test_requests_that_vllm_would_choke_on_do_not_end_the_engine(published, prompts, why):
     with pytest.raises(UserError, match=why):
@@ -102,7 +116,9 @@ def test_requests_that_vllm_would_choke_on_do_not_end_the_engine(published, prom
     assert published.generate([[5]], SamplingConfig(max_tokens=2), [0]).response_token_ids
 
 
-@pytest.mark.parametrize(("scheme", "ignore"), [("w4a16", ("lm_head",)), (get_scheme("w4a16"), "lm_head")])
+@pytest.mark.parametrize(
+    ("scheme", "ignore"), [("w4a16", ("lm_head",)), (get_scheme("w4a16"), "lm_head")]
+)
 def test_settings_of_an_engine_that_are_texts(scheme, ignore):
     with pytest.raises(UserError, match="get_scheme"):
         EngineConfig("model", scheme, ignore, 64)

@@ -48,7 +48,12 @@ def adapters(model) -> Adapters:
 def engine(pristine_model, adapters) -> Iterator[RolloutEngine]:
     spec = AdapterSpec(adapters.rank, adapters.targets)
     config = EngineConfig(
-        str(pristine_model), SCHEME, ("lm_head",), max_model_len=320, kv_cache_gib=0.25, adapters=spec
+        str(pristine_model),
+        SCHEME,
+        ("lm_head",),
+        max_model_len=320,
+        kv_cache_gib=0.25,
+        adapters=spec,
     )
     with RolloutEngine(config) as engine:
         yield engine
@@ -80,7 +85,9 @@ def test_an_engine_needs_base_and_adapter(engine, model, adapters):
     assert "refuses to generate" in error.value.what and engine.weight_version is None
 
 
-def test_after_each_publish_the_engine_is_a_fresh_one_with_base_and_adapter(based, model, adapters, tmp_path):
+def test_after_each_publish_the_engine_is_a_fresh_one_with_base_and_adapter(
+    based, model, adapters, tmp_path
+):
     from transformers import AutoTokenizer
 
     seen = []
@@ -93,8 +100,17 @@ def test_after_each_publish_the_engine_is_a_fresh_one_with_base_and_adapter(base
         seen.append(greedy(based))
         files = ModelFiles.of(model, AutoTokenizer.from_pretrained(based.config.model))
         folder = tmp_path / str(count)
-        save_model(folder, files, packed_state_dict(model), scheme=SCHEME, ignore=("lm_head",), adapter=adapter)
-        fresh = greedy_in_a_fresh_vllm(folder, PROMPTS, max_tokens=24, max_model_len=320, adapter=Path(folder / FOLDER))
+        save_model(
+            folder,
+            files,
+            packed_state_dict(model),
+            scheme=SCHEME,
+            ignore=("lm_head",),
+            adapter=adapter,
+        )
+        fresh = greedy_in_a_fresh_vllm(
+            folder, PROMPTS, max_tokens=24, max_model_len=320, adapter=Path(folder / FOLDER)
+        )
         assert fresh == seen[-1]
     assert len({str(outputs) for outputs in seen}) == 4, "the adapters changed nothing"
 
@@ -111,17 +127,23 @@ def test_layerwise_reload_writes_the_base_under_its_adapters(based, pristine_mod
 
     directly = based.receiver.plan
     expected = [outputs(other, 1), outputs(packed_state_dict(load_model(pristine_model)), 2)]
-    based.receiver.plan = WritePlan(based.model(), directly.vllm_config, based.expected, direct=False)
+    based.receiver.plan = WritePlan(
+        based.model(), directly.vllm_config, based.expected, direct=False
+    )
     try:
         assert all(
-            target.writer is None for target in based.receiver.plan.by_owner.values() if target.name.endswith("proj")
+            target.writer is None
+            for target in based.receiver.plan.by_owner.values()
+            if target.name.endswith("proj")
         )
         assert outputs(other, 3) == expected[0] != expected[1]
     finally:
         based.receiver.plan = directly
 
 
-def test_transformers_and_peft_load_the_export_and_give_nearly_the_engines_log_probs(based, model, adapters, tmp_path):
+def test_transformers_and_peft_load_the_export_and_give_nearly_the_engines_log_probs(
+    based, model, adapters, tmp_path
+):
     """They multiply by the same low-bit weights and the same A and B. transformers rounds elsewhere: it multiplies by
     dequantized weights, and peft adds the adapter after its own casts."""
     peft = pytest.importorskip("peft")
@@ -131,15 +153,28 @@ def test_transformers_and_peft_load_the_export_and_give_nearly_the_engines_log_p
     based.publish_adapter(adapter, version=1)
     batch = based.generate(PROMPTS, SamplingConfig(24, temperature=0.0))
     files = ModelFiles.of(model, AutoTokenizer.from_pretrained(based.config.model))
-    save_model(tmp_path / "out", files, packed_state_dict(model), scheme=SCHEME, ignore=("lm_head",), adapter=adapter)
+    save_model(
+        tmp_path / "out",
+        files,
+        packed_state_dict(model),
+        scheme=SCHEME,
+        ignore=("lm_head",),
+        adapter=adapter,
+    )
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
 
     def differences(loaded: Any) -> torch.Tensor:
         parts = []
-        rows = zip(batch.prompt_token_ids, batch.response_token_ids, batch.rollout_log_probs, strict=True)
+        rows = zip(
+            batch.prompt_token_ids, batch.response_token_ids, batch.rollout_log_probs, strict=True
+        )
         for prompt, response, log_probs in rows:
             with torch.no_grad():
-                logits = loaded(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
+                logits = (
+                    loaded(torch.tensor([prompt + response]))
+                    .logits[0, len(prompt) - 1 : -1]
+                    .float()
+                )
             theirs = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
             parts.append((theirs - torch.tensor(log_probs)).abs())
         return torch.cat(parts)
@@ -157,7 +192,12 @@ def test_an_adapter_that_arrives_as_a_stream_is_the_one_that_was_sent(based, ada
     expected = greedy(based)
     based.publish_adapter(changed(adapters, 3), version=2)
     receiver = AdapterReceiver(based.adapter, based.receiver)
-    settings = {"r": adapter.r, "alpha": adapter.alpha, "targets": adapter.targets, "base": adapter.base}
+    settings = {
+        "r": adapter.r,
+        "alpha": adapter.alpha,
+        "targets": adapter.targets,
+        "base": adapter.base,
+    }
     stream = list(encode_publish(sent.items(), version=3, adapter=settings))
     receiver.feed(stream[: len(stream) // 2])
     assert receiver.stale
@@ -166,7 +206,11 @@ def test_an_adapter_that_arrives_as_a_stream_is_the_one_that_was_sent(based, ada
     receiver.feed(stream[len(stream) // 2 :])
     assert (based.weight_version, greedy(based)) == (3, expected)
     for fault in ("no begin", "damaged", "lost", "cut"):
-        place = 0 if fault == "no begin" else next(i for i, (name, _) in enumerate(stream) if "lora_B" in name)
+        place = (
+            0
+            if fault == "no begin"
+            else next(i for i, (name, _) in enumerate(stream) if "lora_B" in name)
+        )
         name, tensor = stream[place]
         parts = {"damaged": [(name, tensor + 1)], "cut": [(name, tensor)]}.get(fault, [])
         rest = [*stream[:place], *parts, *stream[place + 1 : -1 if fault == "cut" else None]]
@@ -216,7 +260,10 @@ def test_each_version_has_an_id_and_a_name_of_its_own(based, adapters):
 
 
 def _without(adapter: Adapter, ending: str) -> Adapter:
-    return replace(adapter, tensors={name: t for name, t in adapter.tensors.items() if not name.endswith(ending)})
+    return replace(
+        adapter,
+        tensors={name: t for name, t in adapter.tensors.items() if not name.endswith(ending)},
+    )
 
 
 def _first(adapter: Adapter, change: Any) -> Adapter:
@@ -231,11 +278,18 @@ def _first(adapter: Adapter, change: Any) -> Adapter:
         (lambda adapter: _first(adapter, lambda a: a[:4]), "the engine expects"),
         (lambda adapter: _first(adapter, torch.Tensor.float), "the engine expects"),
         (lambda adapter: _first(adapter, lambda a: a * float("nan")), "NaN"),
-        (lambda adapter: replace(adapter, tensors={f"x.{n}": t for n, t in adapter.tensors.items()}), "not a tensor"),
+        (
+            lambda adapter: replace(
+                adapter, tensors={f"x.{n}": t for n, t in adapter.tensors.items()}
+            ),
+            "not a tensor",
+        ),
     ],
     ids=["a part is missing", "another rank", "FP32", "NaN", "other names"],
 )
-def test_an_adapter_that_does_not_fit_is_refused_before_vllm_sees_it(based, adapters, change, words):
+def test_an_adapter_that_does_not_fit_is_refused_before_vllm_sees_it(
+    based, adapters, change, words
+):
     based.publish_adapter(adapters.adapter(), version=1)
     before = based.adapter.present()
     with pytest.raises(UserError, match=words):
@@ -249,9 +303,13 @@ def test_an_adapter_that_does_not_fit_is_refused_before_vllm_sees_it(based, adap
 
 def test_an_adapter_that_cannot_be_written_does_not_lose_the_engine(based, adapters, monkeypatch):
     """Containers often have 64 MB of shared memory. Then another folder is used, and that may be full, too."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=adapters.adapter().nbytes))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda folder: SimpleNamespace(free=adapters.adapter().nbytes)
+    )
     folders, write = [], rollout_adapters.write_adapter
-    monkeypatch.setattr(rollout_adapters, "write_adapter", lambda *args: folders.append(args[0]) or write(*args))
+    monkeypatch.setattr(
+        rollout_adapters, "write_adapter", lambda *args: folders.append(args[0]) or write(*args)
+    )
     based.publish_adapter(adapters.adapter(), version=1)
     assert greedy(based) and not folders[0].is_relative_to("/dev/shm")
 
@@ -317,4 +375,6 @@ def test_targets_without_a_place_in_the_engine_are_refused(engine, adapters):
     from qarl.rollout.adapters import EngineAdapter
 
     with pytest.raises(UserError, match="no place for an adapter of c_attn"):
-        EngineAdapter(engine.llm.llm_engine, engine.model(), AdapterSpec(8, (*adapters.targets, "c_attn")))
+        EngineAdapter(
+            engine.llm.llm_engine, engine.model(), AdapterSpec(8, (*adapters.targets, "c_attn"))
+        )

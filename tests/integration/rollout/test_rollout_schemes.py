@@ -43,15 +43,23 @@ class Running(NamedTuple):
     engine: RolloutEngine
 
     def load_model(self, noise_seed: int) -> Any:
-        return load_model(self.folder, noise_seed=noise_seed, scheme=self.scheme, kernels=self.kernels)
+        return load_model(
+            self.folder, noise_seed=noise_seed, scheme=self.scheme, kernels=self.kernels
+        )
 
     def layers(self) -> dict[str, Any]:
         """The engine's quantized layers."""
-        return {name: m for name, m in self.engine.model().named_modules() if getattr(m, "scheme", None) is not None}
+        return {
+            name: m
+            for name, m in self.engine.model().named_modules()
+            if getattr(m, "scheme", None) is not None
+        }
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
-def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
     """Qwen2 has biases, which each kernel adds in its own way."""
     name, kernels = request.param
     scheme = get_scheme(name, group_size=32)
@@ -97,7 +105,10 @@ def test_the_trainers_layers_equal_the_engines_bit_for_bit(running: Running) -> 
         layers = [model.get_submodule(f"{parent}.{part}") for part in FUSED.get(leaf, (leaf,))]
         assert all(isinstance(layer, QuantLinear) for layer in layers)
         with torch.no_grad():
-            assert torch.equal(torch.cat([layer(x) for layer in layers], dim=-1), expected), (name, len(x))
+            assert torch.equal(torch.cat([layer(x) for layer in layers], dim=-1), expected), (
+                name,
+                len(x),
+            )
 
 
 def test_publishes_there_and_back_are_exact(running: Running) -> None:
@@ -106,9 +117,17 @@ def test_publishes_there_and_back_are_exact(running: Running) -> None:
     outputs, places, junk = [], [], []
     for version, number in enumerate((0, 1, 1, 0)):
         running.engine.publish(states[number], version=version)
-        junk += [torch.full((size,), float("nan")) for size in (96, 128, 192, 256) for _ in range(64)]
+        junk += [
+            torch.full((size,), float("nan")) for size in (96, 128, 192, 256) for _ in range(64)
+        ]
         outputs.append(greedy(running.engine, max_tokens=12))
-        places.append([(p.data_ptr(), p.shape) for layer in running.layers().values() for p in layer.parameters()])
+        places.append(
+            [
+                (p.data_ptr(), p.shape)
+                for layer in running.layers().values()
+                for p in layer.parameters()
+            ]
+        )
     assert outputs[0] == outputs[3] != outputs[1] == outputs[2]
     assert places[0] == places[1] == places[2] == places[3]
 
@@ -120,8 +139,17 @@ def test_a_freshly_started_vllm_on_the_saved_checkpoint(running: Running, tmp_pa
     model = running.load_model(noise_seed=3)
     running.engine.publish(packed_state_dict(model), version=9)
     files = ModelFiles.of(model, AutoTokenizer.from_pretrained(running.folder))
-    saved = save_model(tmp_path / "saved", files, packed_state_dict(model), scheme=running.scheme, ignore=("lm_head",))
-    ours, fresh = greedy(running.engine), greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64)
+    saved = save_model(
+        tmp_path / "saved",
+        files,
+        packed_state_dict(model),
+        scheme=running.scheme,
+        ignore=("lm_head",),
+    )
+    ours, fresh = (
+        greedy(running.engine),
+        greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64),
+    )
     if running.kernels == "engine":
         assert fresh == ours
         return
@@ -147,14 +175,24 @@ def test_vllm_keeps_its_own_kernels_for_other_engines(running: Running) -> None:
         own_linears.check_in_use(running.engine.model(), None)
 
 
-def test_an_engine_without_the_plugin_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_the_plugin_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from qarl.rollout import vllm_plugin
 
-    monkeypatch.setitem(vllm_plugin._why_not, "own_linears", "this vLLM has no register_linear_kernel")
+    monkeypatch.setitem(
+        vllm_plugin._why_not, "own_linears", "this vLLM has no register_linear_kernel"
+    )
     monkeypatch.setattr("vllm.plugins.load_general_plugins", lambda: None)
     folder = save_random_model(tmp_path / "qwen3")
     config = EngineConfig(
-        str(folder), get_scheme("w4a8", group_size=32), ("lm_head",), max_model_len=64, kernels="qarl"
+        str(folder),
+        get_scheme("w4a8", group_size=32),
+        ("lm_head",),
+        max_model_len=64,
+        kernels="qarl",
     )
-    with pytest.raises(UserError, match=r"(?s)without QaRL's linear kernels.*no register_linear_kernel"):
+    with pytest.raises(
+        UserError, match=r"(?s)without QaRL's linear kernels.*no register_linear_kernel"
+    ):
         RolloutEngine(config)

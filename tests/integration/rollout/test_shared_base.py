@@ -26,7 +26,11 @@ CASES = {
     "dequantized": ("qwen3", "w4a16", LINEARS),
     "experts-w4a16": ("qwen3_moe", "w4a16", {"gate"}),
     "experts-fp8": ("qwen3_moe", "fp8", {"gate", *EXPERTS}),
-    "experts-bf16": ("qwen3_moe", "bf16", {"gate", "q_proj", "k_proj", "v_proj", "o_proj", "experts"}),
+    "experts-bf16": (
+        "qwen3_moe",
+        "bf16",
+        {"gate", "q_proj", "k_proj", "v_proj", "o_proj", "experts"},
+    ),
 }
 """Family, scheme, and the layers that are not shared, because vLLM packs them."""
 
@@ -37,7 +41,12 @@ def policy_of(tmp_path: Any, name: str) -> tuple[Policy, Any]:
     folder = save_random_model(tmp_path / "model", family, vocab_size=100, tie=family == "llama")
     kernels = "dequantized" if name == "dequantized" else "engine"
     ignore = '["lm_head","re:.*mlp[.]gate$"]'
-    keys = ("lora.r=8", f"quant.scheme={scheme}", f"quant.ignore={ignore}", f"quant.kernels={kernels}")
+    keys = (
+        "lora.r=8",
+        f"quant.scheme={scheme}",
+        f"quant.ignore={ignore}",
+        f"quant.kernels={kernels}",
+    )
     settings = config(tmp_path, *keys, f"model.path={folder}", "model.use_remove_padding=false")
     policy = Policy.load(settings)
     assert policy.adapters is not None
@@ -48,7 +57,9 @@ def policy_of(tmp_path: Any, name: str) -> tuple[Policy, Any]:
 
 def base_of(policy: Policy) -> dict[str, torch.Tensor]:
     """Everything of the base that the trainer holds, by name."""
-    held = {name: tensor for name, tensor in policy.model.named_parameters() if not tensor.requires_grad}
+    held = {
+        name: tensor for name, tensor in policy.model.named_parameters() if not tensor.requires_grad
+    }
     for name, layer in low_bit_layers(policy.model).items():
         for weight, tensors in (layer.stored or {}).items():
             owner = name if weight == "weight" else f"{name}.{weight}"
@@ -60,7 +71,11 @@ def not_shared(policy: Policy, engine: RolloutEngine) -> set[str]:
     """The layers of which a tensor other than a bias is not in the engine's memory."""
     assert engine.receiver is not None
     theirs = {tensor.untyped_storage().data_ptr() for tensor in engine.receiver.storage().values()}
-    left = {name for name, tensor in base_of(policy).items() if tensor.untyped_storage().data_ptr() not in theirs}
+    left = {
+        name
+        for name, tensor in base_of(policy).items()
+        if tensor.untyped_storage().data_ptr() not in theirs
+    }
     return {name.rsplit(".", 2)[1] for name in left if not name.endswith("bias")}
 
 
@@ -76,7 +91,10 @@ def test_trainer_and_engine_have_one_copy_of_the_base(name: str, tmp_path: Any) 
         (gradient,) = torch.autograd.grad(logits.float().square().sum(), x)
         return torch.cat([logits.detach(), gradient], -1)
 
-    before, published = logits_and_gradient(), {name: tensor.clone() for name, tensor in policy.published_tensors()}
+    before, published = (
+        logits_and_gradient(),
+        {name: tensor.clone() for name, tensor in policy.published_tensors()},
+    )
 
     def publish(engine: RolloutEngine, version: int) -> Any:
         policy.publish_base(engine, version=version)
@@ -92,7 +110,9 @@ def test_trainer_and_engine_have_one_copy_of_the_base(name: str, tmp_path: Any) 
         assert publish(engine, 2) == responses and not_shared(policy, engine) == own
     assert torch.equal(logits_and_gradient(), before), "the trainer's memory outlives the engine"
     again = dict(policy.published_tensors())
-    assert again.keys() == published.keys() and all(torch.equal(again[name], published[name]) for name in again)
+    assert again.keys() == published.keys() and all(
+        torch.equal(again[name], published[name]) for name in again
+    )
 
 
 def test_an_engine_with_other_weights_is_not_shared(tmp_path: Any) -> None:

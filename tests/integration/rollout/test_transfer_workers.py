@@ -24,7 +24,12 @@ from qarl.errors import UserError
 from qarl.rollout.publish.sockets import PeerLost
 from qarl.rollout.publish.wire import COMMIT, TransferFailed
 from qarl.rollout.vllm_plugin import transfer
-from qarl.rollout.vllm_plugin.transfer import PackedSource, QaRLTrainerInitInfo, QaRLTrainerTransfer, QaRLTransferEngine
+from qarl.rollout.vllm_plugin.transfer import (
+    PackedSource,
+    QaRLTrainerInitInfo,
+    QaRLTrainerTransfer,
+    QaRLTransferEngine,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -43,7 +48,10 @@ class OneWorker(gpu_worker.Worker):
     """vLLM's worker, without its set-up: only its methods for weights."""
 
     def __init__(self, workers: int) -> None:
-        self.vllm_config, self.rank = SimpleNamespace(load_config=SimpleNamespace(load_format="auto")), 0
+        self.vllm_config, self.rank = (
+            SimpleNamespace(load_config=SimpleNamespace(load_format="auto")),
+            0,
+        )
         self._weight_update_active = self._weight_update_is_draft = False
         self.model_runner = SimpleNamespace(reset_lora_state=lambda: None)
         model = engine_model("llama")
@@ -51,7 +59,10 @@ class OneWorker(gpu_worker.Worker):
         engine = object.__new__(QaRLTransferEngine)
         engine.model = engine._default_model = model
         engine.model_config = engine._default_model_config = SimpleNamespace(hf_config=model.config)
-        engine.vllm_config, engine.parallel_config = self.vllm_config, SimpleNamespace(world_size=workers)
+        engine.vllm_config, engine.parallel_config = (
+            self.vllm_config,
+            SimpleNamespace(world_size=workers),
+        )
         self.weight_transfer_engine = engine
 
     def logits(self) -> Any:
@@ -105,7 +116,9 @@ def without_vllms_config(monkeypatch):
     from contextlib import nullcontext
 
     monkeypatch.setattr(gpu_worker, "set_current_vllm_config", lambda config: nullcontext())
-    monkeypatch.setattr(transfer, "engines_manifest", lambda config, model: receiver(model).expected)
+    monkeypatch.setattr(
+        transfer, "engines_manifest", lambda config, model: receiver(model).expected
+    )
 
 
 def trainer(executor: Executor, tensors: Any, **options: Any) -> QaRLTrainerTransfer:
@@ -160,10 +173,15 @@ def test_a_failed_update_is_closed_in_all_workers():
         send.send_weights()
     assert [worker._weight_update_active for worker in executor.workers] == [False] * 2
     for worker in executor.workers:
-        with pytest.raises(UserError, match=r"does not generate, because its last publish failed[\s\S]*no memory"):
+        with pytest.raises(
+            UserError, match=r"does not generate, because its last publish failed[\s\S]*no memory"
+        ):
             worker.logits()
     send.send_weights()
-    assert [version(worker) for worker in executor.workers] == [3, 3] and not send.sender.tally.known
+    assert [version(worker) for worker in executor.workers] == [
+        3,
+        3,
+    ] and not send.sender.tally.known
     for worker in executor.workers:
         worker.logits()
     send.send_weights()
@@ -175,7 +193,9 @@ def test_a_failed_update_is_closed_in_all_workers():
 def test_after_a_failure_the_rest_of_the_tensors_is_read(failing, monkeypatch):
     """The other ranks of the trainer gather each tensor together with the one that sends it."""
     tensors, executor, read = weights("llama"), Executor(1), []
-    send = trainer(executor, lambda: (read.append(name) or (name, tensor) for name, tensor in tensors))
+    send = trainer(
+        executor, lambda: (read.append(name) or (name, tensor) for name, tensor in tensors)
+    )
     send.server.seconds = send.info.seconds = 1
 
     def fail(*_: Any) -> None:
@@ -191,9 +211,15 @@ def test_after_a_failure_the_rest_of_the_tensors_is_read(failing, monkeypatch):
 def test_a_source_may_have_the_matrices_of_a_checkpoint():
     layer = "model.layers.0.mlp.experts"
     send = trainer(Executor(0), list)
-    names = [f"{layer}.{expert}.{matrix}_proj.weight" for expert in range(2) for matrix in ("gate", "up", "down")]
+    names = [
+        f"{layer}.{expert}.{matrix}_proj.weight"
+        for expert in range(2)
+        for matrix in ("gate", "up", "down")
+    ]
     sent = dict(send._stream(iter([(name, torch.ones(4, 4)) for name in names]), []))
-    assert {name: tuple(tensor.shape) for name, tensor in sent.items() if not name.startswith("qarl.")} == {
+    assert {
+        name: tuple(tensor.shape) for name, tensor in sent.items() if not name.startswith("qarl.")
+    } == {
         f"{layer}.gate_up_proj.weight": (2, 8, 4),
         f"{layer}.down_proj.weight": (2, 4, 4),
     }
@@ -222,6 +248,8 @@ def test_every_run_has_another_token_which_is_not_printed():
         send = trainer(executor, list)
         tokens.append(executor.told["token"])
         assert (executor.told["host"], executor.told["port"]) == send.server.address
-        assert tokens[-1] not in repr(send.info) + repr(executor.workers[0].weight_transfer_engine.info)
+        assert tokens[-1] not in repr(send.info) + repr(
+            executor.workers[0].weight_transfer_engine.info
+        )
         send.shutdown()
     assert len(set(tokens)) == 2 and min(map(len, tokens)) >= 32

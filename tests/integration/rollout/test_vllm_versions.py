@@ -39,7 +39,11 @@ METHODS = (
 
 
 def test_the_installed_vllm_has_every_name_and_takes_every_argument() -> None:
-    uses = [use for use in package_uses() if use.package == "vllm" and not use.target.startswith(ONLY_FOR_GPUS)]
+    uses = [
+        use
+        for use in package_uses()
+        if use.package == "vllm" and not use.target.startswith(ONLY_FOR_GPUS)
+    ]
     assert len(uses) > 100
     wrong = []
     for use in uses:
@@ -66,14 +70,24 @@ def test_the_installed_vllm_has_every_argument_of_the_engine(
         head_dtype="fp32", aligned=True, kernels=kernels,
     )  # fmt: skip
     assert (
-        why_not_callable(resolve("vllm.engine.arg_utils.EngineArgs"), Call(0, tuple(llm_arguments(settings)), False))
+        why_not_callable(
+            resolve("vllm.engine.arg_utils.EngineArgs"),
+            Call(0, tuple(llm_arguments(settings)), False),
+        )
         is None
     )
 
 
 @pytest.mark.parametrize(
     ("version", "supported"),
-    [("0.24.0", True), ("0.29.1+cpu", True), ("0.23.9", False), ("0.30.0", False), (None, False), ("dev", False)],
+    [
+        ("0.24.0", True),
+        ("0.29.1+cpu", True),
+        ("0.23.9", False),
+        ("0.30.0", False),
+        (None, False),
+        ("dev", False),
+    ],
 )
 def test_another_release_is_refused_before_its_model_is_looked_at(
     version: str | None, supported: bool, monkeypatch: pytest.MonkeyPatch
@@ -83,7 +97,8 @@ def test_another_release_is_refused_before_its_model_is_looked_at(
     if supported:
         return
     with pytest.raises(
-        UserError, match=rf"(?s)vLLM {version} is installed, but QaRL supports 0\.24 to 0\.29.*make setup"
+        UserError,
+        match=rf"(?s)vLLM {version} is installed, but QaRL supports 0\.24 to 0\.29.*make setup",
     ):
         RolloutEngine(EngineConfig("nowhere", get_scheme("w4a16"), ("lm_head",), 64))
     with pytest.raises(UserError, match="does not support the installed vLLM"):

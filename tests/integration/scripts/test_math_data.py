@@ -24,7 +24,9 @@ import prepare_openr1_math
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     return path
 
 
@@ -83,8 +85,13 @@ def test_a_reward_that_raises_or_runs_out_of_time(monkeypatch: pytest.MonkeyPatc
     assert not text.verifies_itself("1")
 
 
-def test_training_set_counts_everything_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    published = [{"problem": "What is $2+2$?", "answer": "4"}, {"problem": "Prove it.", "answer": None}]
+def test_training_set_counts_everything_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = [
+        {"problem": "What is $2+2$?", "answer": "4"},
+        {"problem": "Prove it.", "answer": None},
+    ]
     published.append({"problem": "Say nothing.", "answer": "\\text{}"})
     held_out = write_jsonl(tmp_path / "held_out.jsonl", published)
     assert evaluate(tmp_path / "eval", "--sets", "math500", "--file", f"math500={held_out}") == 0
@@ -120,7 +127,9 @@ def test_training_set_counts_everything_it_leaves_out(tmp_path: Path, capsys: py
     ]
     assert rows[1]["data_source"] == "openr1_math"
     assert rows[1]["reward_model"] == {"style": "rule", "ground_truth": "\\sqrt{2}"}
-    problem = "\N{GREEK SMALL LETTER ALPHA} = \N{SQUARE ROOT}2, caf\N{LATIN SMALL LETTER E WITH ACUTE}?"
+    problem = (
+        "\N{GREEK SMALL LETTER ALPHA} = \N{SQUARE ROOT}2, caf\N{LATIN SMALL LETTER E WITH ACUTE}?"
+    )
     instruction = "Please reason step by step, and put your final answer within \\boxed{}."
     assert rows[1]["prompt"] == [{"role": "user", "content": f"{problem}\n\n{instruction}"}]
     report = report_of(output)
@@ -142,7 +151,10 @@ def test_openr1_layout_and_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """The published columns: chat messages with a system prompt, the answer in reward_model. Two files, by workers."""
     rows = [
         {
-            "prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": f"What is {i}+{i}?"}],
+            "prompt": [
+                {"role": "system", "content": "Think."},
+                {"role": "user", "content": f"What is {i}+{i}?"},
+            ],
             "reward_model": {"ground_truth": str(2 * i), "style": "rule"},
         }
         for i in range(20)
@@ -161,11 +173,24 @@ def test_openr1_layout_and_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_evaluation_sets_keep_duplicates_and_count_them(tmp_path: Path) -> None:
-    first = write_jsonl(tmp_path / "1.jsonl", [{"problem": p, "answer": 1} for p in ("p?", "q?", "P ?")])
+    first = write_jsonl(
+        tmp_path / "1.jsonl", [{"problem": p, "answer": 1} for p in ("p?", "q?", "P ?")]
+    )
     second = write_jsonl(tmp_path / "2.jsonl", [{"problem": p, "answer": 1} for p in ("q?", "r?")])
-    arguments = ["--sets", "aime24", "minerva", "--file", f"aime24={first}", "--file", f"minerva={second}"]
+    arguments = [
+        "--sets",
+        "aime24",
+        "minerva",
+        "--file",
+        f"aime24={first}",
+        "--file",
+        f"minerva={second}",
+    ]
     assert evaluate(tmp_path / "eval", *arguments, "--samples", "minerva=4") == 0
-    rows = {name: pq.read_table(tmp_path / "eval" / f"{name}.parquet").to_pylist() for name in ("aime24", "minerva")}
+    rows = {
+        name: pq.read_table(tmp_path / "eval" / f"{name}.parquet").to_pylist()
+        for name in ("aime24", "minerva")
+    }
     assert [len(table) for table in rows.values()] == [3, 2]
     assert {row["__rollout_n__"] for row in rows["aime24"]} == {32}
     assert {row["__rollout_n__"] for row in rows["minerva"]} == {4}
@@ -231,8 +256,16 @@ def test_a_streamed_hub_set_is_read_by_its_columns(monkeypatch: pytest.MonkeyPat
     source = math_data.Source("some/set@abc", subset="en", split="test")
     rows = list(math_data.problems(source, math_data.Counts(), workers=1))
     assert [(item.row, item.problem, item.answer) for item in rows] == [(0, "q?", "7")]
-    assert asked == {"name": "some/set", "subset": "en", "split": "test", "revision": "abc", "streaming": True}
-    monkeypatch.setattr(datasets, "load_dataset", mock.Mock(side_effect=ConnectionError("no network")))
+    assert asked == {
+        "name": "some/set",
+        "subset": "en",
+        "split": "test",
+        "revision": "abc",
+        "streaming": True,
+    }
+    monkeypatch.setattr(
+        datasets, "load_dataset", mock.Mock(side_effect=ConnectionError("no network"))
+    )
     with pytest.raises(UserError, match=r"(?s)some/set.*no network.*offline"):
         list(math_data.problems(source, math_data.Counts(), workers=1))
 
@@ -244,7 +277,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, count in (("aime24", 2), ("math500", 3)):
         rows = [{"problem": f"{name} {i}", "answer": str(i)} for i in range(count)]
         files += ["--file", f"{name}={write_jsonl(folder / f'{name}.jsonl', rows)}"]
-    assert evaluate(folder / "eval", "--sets", "aime24", "math500", *files, "--samples", "aime24=4") == 0
+    assert (
+        evaluate(folder / "eval", "--sets", "aime24", "math500", *files, "--samples", "aime24=4")
+        == 0
+    )
     return folder
 
 
@@ -252,7 +288,9 @@ def test_the_local_backend_reads_them(prepared: Path, pristine_model: Path) -> N
     from transformers import AutoTokenizer
 
     files = [str(path) for path in sorted((prepared / "eval").glob("*.parquet"))]
-    prompts = load_prompts(files, tokenizer=AutoTokenizer.from_pretrained(pristine_model), max_prompt_length=64)
+    prompts = load_prompts(
+        files, tokenizer=AutoTokenizer.from_pretrained(pristine_model), max_prompt_length=64
+    )
     assert [(p.data_source, p.ground_truth) for p in prompts] == [
         ("aime24", "0"), ("aime24", "1"), ("math500", "0"), ("math500", "1"), ("math500", "2"),
     ]  # fmt: skip
@@ -268,7 +306,11 @@ def test_verl_reads_them_and_samples_by_row(prepared: Path, pristine_model: Path
 
     files = [str(path) for path in sorted((prepared / "eval").glob("*.parquet"))]
     config = OmegaConf.create(
-        {"cache_dir": str(prepared / "cache"), "filter_overlong_prompts": False, "max_prompt_length": 64}
+        {
+            "cache_dir": str(prepared / "cache"),
+            "filter_overlong_prompts": False,
+            "max_prompt_length": 64,
+        }
     )
     dataset = RLHFDataset(files, AutoTokenizer.from_pretrained(pristine_model), config)
     batch = collate_fn([dataset[i] for i in range(len(dataset))])

@@ -50,18 +50,31 @@ def reference(batch: dict[str, torch.Tensor], config: TBPOConfig) -> tuple[float
         moved, mismatched = torch.ones((), dtype=torch.float64), 1.0
         for t in tokens:
             moved = moved * torch.exp(log_prob[i, t]) / math.exp(batch["old_log_prob"][i, t])
-            mismatched *= math.exp(batch["old_log_prob"][i, t]) / math.exp(batch["rollout_log_prob"][i, t])
+            mismatched *= math.exp(batch["old_log_prob"][i, t]) / math.exp(
+                batch["rollout_log_prob"][i, t]
+            )
         r, w = moved ** (1 / len(tokens)), mismatched ** (1 / len(tokens))
         cap = config.seq_tis_imp_ratio_cap
         if config.mismatch_outside_cap == "drop" and not 1 / cap <= w <= cap:
             continue
         w = min(max(w, 1 / cap), cap)
-        wider = (config.band_reference_length / len(tokens)) ** 0.5 if config.band_scaling == "length" else 1.0
+        wider = (
+            (config.band_reference_length / len(tokens)) ** 0.5
+            if config.band_scaling == "length"
+            else 1.0
+        )
         if a > 0:
-            low = 1 - wider * config.seq_clip_ratio_low if config.positive_band == "two_sided" else 0.0
+            low = (
+                1 - wider * config.seq_clip_ratio_low
+                if config.positive_band == "two_sided"
+                else 0.0
+            )
             high = 1 + wider * config.seq_clip_ratio_high
         else:
-            low, high = 1 - wider * config.neg_seq_clip_ratio_low, 1 + wider * config.neg_seq_clip_ratio_high
+            low, high = (
+                1 - wider * config.neg_seq_clip_ratio_low,
+                1 + wider * config.neg_seq_clip_ratio_high,
+            )
         if r.item() > high:
             total = total - w * high * a
         elif r.item() < low:
@@ -109,7 +122,9 @@ def test_one_response_by_hand(
     advantage: float, r: float, w: float, options: dict[str, Any], expected: float, per_token: float
 ) -> None:
     batch = make_batch([r], [w], [2])
-    loss, _ = tbpo_loss(advantages=torch.tensor([advantage]), config=TBPOConfig(**WIDE, **options), **batch)
+    loss, _ = tbpo_loss(
+        advantages=torch.tensor([advantage]), config=TBPOConfig(**WIDE, **options), **batch
+    )
     grad = gradient(loss, batch["log_prob"])
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     torch.testing.assert_close(grad, torch.tensor([[per_token] * 2 + [0.0] * 3]), rtol=1e-5, atol=0)
@@ -121,9 +136,13 @@ def test_the_papers_bands_by_hand() -> None:
     # Loss: -(1.0004 * 1 + 1.0005 * -1) / 2 = 5e-5, of which only the negative has a gradient: 1.0005 / 2.
     old = torch.zeros(2, 1)
     log_prob = (old + 5e-4).requires_grad_()
-    loss, _ = tbpo_loss(log_prob, old, old, torch.tensor([1.0, -1.0]), torch.ones(2, 1), TBPOConfig())
+    loss, _ = tbpo_loss(
+        log_prob, old, old, torch.tensor([1.0, -1.0]), torch.ones(2, 1), TBPOConfig()
+    )
     assert loss.item() == pytest.approx(5e-5, abs=1.2e-7)
-    torch.testing.assert_close(gradient(loss, log_prob), torch.tensor([[0.0], [0.50025]]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        gradient(loss, log_prob), torch.tensor([[0.0], [0.50025]]), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("mismatch_outside_cap", ["truncate", "drop"])
@@ -134,7 +153,10 @@ def test_equals_a_float64_formula_written_another_way(
     seed: int, band_scaling: str, positive_band: str, mismatch_outside_cap: str
 ) -> None:
     batch = random_batch(seed)
-    options: dict[str, Any] = {"positive_band": positive_band, "mismatch_outside_cap": mismatch_outside_cap}
+    options: dict[str, Any] = {
+        "positive_band": positive_band,
+        "mismatch_outside_cap": mismatch_outside_cap,
+    }
     config = TBPOConfig(**WIDE, **options, band_scaling=band_scaling, band_reference_length=4)  # type: ignore[arg-type]  # a Literal
     loss, statistics = tbpo_loss(config=config, **batch)
     expected_loss, expected_grad = reference(batch, config)
@@ -142,7 +164,10 @@ def test_equals_a_float64_formula_written_another_way(
     assert loss.item() == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
     torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-5, atol=0)
     # The comparison means something only if the batch has responses on every side of every edge.
-    assert all(statistics[f"sum/{name}"] for name in ("pos_outside", "neg_outside", "inside", "above_cap", "below_cap"))
+    assert all(
+        statistics[f"sum/{name}"]
+        for name in ("pos_outside", "neg_outside", "inside", "above_cap", "below_cap")
+    )
 
 
 @pytest.mark.parametrize(("sign", "side"), [(1, "high"), (1, "low"), (-1, "high"), (-1, "low")])
@@ -155,7 +180,9 @@ def test_band_edges_are_inside_to_the_last_bit(sign: int, side: str) -> None:
     short = torch.nextafter(torch.tensor(edge), torch.tensor(0.0)).item()
     for width, learns in ((edge, True), (short, False)):
         config = TBPOConfig(positive_band="two_sided", **{field: width})
-        loss, _ = tbpo_loss(log_prob, old, old, torch.tensor([float(sign)]), torch.ones(1, 4), config)
+        loss, _ = tbpo_loss(
+            log_prob, old, old, torch.tensor([float(sign)]), torch.ones(1, 4), config
+        )
         assert (gradient(loss, log_prob) != 0).tolist() == [[learns] * 4]
 
 
@@ -198,14 +225,20 @@ def test_micro_batches_sum_to_the_whole() -> None:
     whole, statistics = tbpo_loss(config=config, **batch)
     count = int(batch["response_mask"].any(1).sum())
     parts, part_statistics = [], []
-    for rows in (slice(0, 1), slice(1, 12), slice(12, 48)):  # row 0 is empty: a micro-batch without any valid token
+    for rows in (
+        slice(0, 1),
+        slice(1, 12),
+        slice(12, 48),
+    ):  # row 0 is empty: a micro-batch without any valid token
         part = {name: tensor[rows] for name, tensor in batch.items()}
         loss, part_metrics = tbpo_loss(config=config, global_batch_size=count, **part)
         parts.append(loss)
         part_statistics.append(part_metrics)
     total = torch.stack(parts).sum()
     torch.testing.assert_close(total, whole)
-    torch.testing.assert_close(gradient(total, batch["log_prob"]), gradient(whole, batch["log_prob"]))
+    torch.testing.assert_close(
+        gradient(total, batch["log_prob"]), gradient(whole, batch["log_prob"])
+    )
     assert reduce_metrics(part_statistics) == pytest.approx(reduce_metrics([statistics]), rel=1e-9)
 
 
@@ -213,7 +246,10 @@ def test_bf16_log_probs_are_upcast_before_the_subtraction() -> None:
     low = random_batch(3)
     for name in ("log_prob", "old_log_prob", "rollout_log_prob"):
         low[name] = low[name].detach().bfloat16()
-    high = {name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in low.items()}
+    high = {
+        name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        for name, tensor in low.items()
+    }
     low["log_prob"].requires_grad_()
     high["log_prob"].requires_grad_()
     config = TBPOConfig(**WIDE)
@@ -221,7 +257,9 @@ def test_bf16_log_probs_are_upcast_before_the_subtraction() -> None:
     expected, _ = tbpo_loss(config=config, **high)
     assert loss.dtype == torch.float32
     assert torch.equal(loss, expected)
-    assert torch.equal(gradient(loss, low["log_prob"]), gradient(expected, high["log_prob"]).bfloat16())
+    assert torch.equal(
+        gradient(loss, low["log_prob"]), gradient(expected, high["log_prob"]).bfloat16()
+    )
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -231,9 +269,13 @@ def test_extreme_ratios_stay_finite(extreme: float, sign: float) -> None:
     # Row 0 has an extreme policy ratio, row 1 an extreme mismatch.
     log_prob = (old + torch.tensor([[extreme], [0.0]])).requires_grad_()
     rollout = old - torch.tensor([[0.0], [extreme]])
-    loss, statistics = tbpo_loss(log_prob, old, rollout, torch.full((2,), sign), torch.ones(2, 3), TBPOConfig(**WIDE))
+    loss, statistics = tbpo_loss(
+        log_prob, old, rollout, torch.full((2,), sign), torch.ones(2, 3), TBPOConfig(**WIDE)
+    )
     grad = gradient(loss, log_prob)
-    clipped = {(1, 1): 1.2, (1, -1): 0.0, (-1, 1): 1.3, (-1, -1): 0.9}[int(sign), int(math.copysign(1, extreme))]
+    clipped = {(1, 1): 1.2, (1, -1): 0.0, (-1, 1): 1.3, (-1, -1): 0.9}[
+        int(sign), int(math.copysign(1, extreme))
+    ]
     weight = 2.0 if extreme > 0 else 0.5
     assert loss.item() == pytest.approx(-sign * (clipped + weight) / 2)
     assert torch.equal(grad[0], torch.zeros(3))
@@ -244,7 +286,9 @@ def test_extreme_ratios_stay_finite(extreme: float, sign: float) -> None:
 def test_without_any_valid_token_the_loss_is_a_zero_in_the_graph() -> None:
     log_prob = torch.full((2, 3), float("nan"), requires_grad=True)
     old = log_prob.detach()
-    loss, statistics = tbpo_loss(log_prob, old, old, torch.full((2,), float("nan")), torch.zeros(2, 3), TBPOConfig())
+    loss, statistics = tbpo_loss(
+        log_prob, old, old, torch.full((2,), float("nan")), torch.zeros(2, 3), TBPOConfig()
+    )
     assert loss.item() == 0
     assert torch.equal(gradient(loss, log_prob), torch.zeros(2, 3))
     assert reduce_metrics([statistics]) == {}
@@ -260,7 +304,10 @@ def test_coincides_with_verls_gspo_except_for_negative_samples_above_the_band(w:
     batch = make_batch([0.5, 1.1, 1.5] * 2, [w] * 6, [5, 3, 1, 4, 2, 5])
     advantages = torch.tensor([2.0, 1.0, 0.5, -2.0, -1.0, -0.5])
     config = TBPOConfig(
-        seq_clip_ratio_high=0.2, neg_seq_clip_ratio_low=0.1, neg_seq_clip_ratio_high=0.2, seq_tis_imp_ratio_cap=2.0
+        seq_clip_ratio_high=0.2,
+        neg_seq_clip_ratio_low=0.1,
+        neg_seq_clip_ratio_high=0.2,
+        seq_tis_imp_ratio_cap=2.0,
     )
     loss, _ = tbpo_loss(advantages=advantages, config=config, **batch)
     ours = gradient(loss, batch["log_prob"])
@@ -273,7 +320,11 @@ def test_coincides_with_verls_gspo_except_for_negative_samples_above_the_band(w:
         response_mask=mask,
         loss_agg_mode="seq-mean-token-mean",
         config=ActorConfig(
-            strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=0.1, clip_ratio_high=0.2
+            strategy="fsdp",
+            rollout_n=1,
+            ppo_micro_batch_size_per_gpu=1,
+            clip_ratio_low=0.1,
+            clip_ratio_high=0.2,
         ),
         rollout_is_weights=torch.full_like(mask, w),
     )

@@ -21,7 +21,10 @@ def verl_advantages(rewards: torch.Tensor, group_ids: list, norm: bool) -> torch
     # verl sums token rewards: the reward on the last of two tokens, as its reward managers place it.
     token_level_rewards = torch.stack([torch.zeros_like(rewards), rewards], dim=1)
     advantages, _ = core_algos.compute_grpo_outcome_advantage(
-        token_level_rewards, torch.ones(len(rewards), 2), np.array(group_ids), norm_adv_by_std_in_grpo=norm
+        token_level_rewards,
+        torch.ones(len(rewards), 2),
+        np.array(group_ids),
+        norm_adv_by_std_in_grpo=norm,
     )
     assert torch.equal(advantages[:, 0], advantages[:, 1])
     return advantages[:, 0]
@@ -38,7 +41,8 @@ def test_equals_verl_bit_for_bit(n: int, norm: bool) -> None:
     order = torch.randperm(prompts * n, generator=generator).tolist()
     group_ids = [f"prompt-{i // n}" for i in order]
     assert torch.equal(
-        grpo_advantages(rewards, group_ids, norm_adv_by_std_in_grpo=norm), verl_advantages(rewards, group_ids, norm)
+        grpo_advantages(rewards, group_ids, norm_adv_by_std_in_grpo=norm),
+        verl_advantages(rewards, group_ids, norm),
     )
 
 
@@ -75,7 +79,9 @@ def wrong_rows(choice: str, backend: str, sizes: Iterable[int]) -> list[tuple[in
         config = config_of(choice, backend, n=n)
         values = torch.tensor([i / 100 for i in range(1, 101)])
         if choice == "reinforce":
-            batches = [(value.expand(n), [1 + i % 3 for i in range(n)]) for value in values[n % 5 :: 5]]
+            batches = [
+                (value.expand(n), [1 + i % 3 for i in range(n)]) for value in values[n % 5 :: 5]
+            ]
         else:
             other = torch.arange(n) / n
             lengths = [1 + i % 3 for i in range(n)] * 101
@@ -123,7 +129,9 @@ def config_of(choice: str, backend: str, n: int) -> Any:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"n": n})})
 
 
-def advantages_of(config: Any, rewards: torch.Tensor, lengths: list[int], backend: str) -> torch.Tensor:
+def advantages_of(
+    config: Any, rewards: torch.Tensor, lengths: list[int], backend: str
+) -> torch.Tensor:
     """The advantages of a batch of groups, one after the other, by the local backend or by QaRL's trainer for verl."""
     if backend == "local":
         return step_advantages(config, rewards, lengths)
@@ -149,7 +157,9 @@ def test_an_empty_response_has_no_whitened_advantage() -> None:
     torch.testing.assert_close(advantages.double(), expected, rtol=2e-5, atol=1e-5)
 
 
-def in_verl(rows: list[tuple[str, float, int]], padding: tuple[str, ...] = (), **keys: Any) -> list[list[float]]:
+def in_verl(
+    rows: list[tuple[str, float, int]], padding: tuple[str, ...] = (), **keys: Any
+) -> list[list[float]]:
     """The advantages of rows with verl's key, a reward and a number of tokens; 0 tokens: one that is masked."""
     columns = {
         key: {
@@ -188,7 +198,9 @@ def test_rewards_with_a_kl_term_differ() -> None:
     """Equal scores, but a KL term in the rewards, which verl subtracts token by token."""
     rewards = torch.tensor([0.7, 0.7])
     assert equal_rewards(rewards, [0, 0], baseline="group", filled=rewards > 0).all()
-    assert not equal_rewards(rewards - torch.tensor([0.0, 1e-3]), [0, 0], baseline="group", filled=rewards > 0).any()
+    assert not equal_rewards(
+        rewards - torch.tensor([0.0, 1e-3]), [0, 0], baseline="group", filled=rewards > 0
+    ).any()
 
 
 @pytest.mark.parametrize("baseline", ["group", "batch", None])

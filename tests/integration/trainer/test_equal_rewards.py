@@ -41,7 +41,9 @@ def test_equal_rewards_leave_every_weight_as_it_was(name: str, tmp_path: Path) -
     log_probs = [[-4.0] * length for length in lengths]
     rollout = RolloutBatch([[5, 6]] * 16, tokens, log_probs, ["stop"] * 16, weight_version=0)
     rewards = torch.full((16,), 0.7)
-    batch = make_batch(rollout, rewards, step_advantages(trainer.config, rewards, lengths), pad_token_id=0)
+    batch = make_batch(
+        rollout, rewards, step_advantages(trainer.config, rewards, lengths), pad_token_id=0
+    )
     before = {key: value.clone() for key, value in trainer.policy.model.state_dict().items()}
     for _ in range(2):
         metrics = trainer.update(batch, trainer.old_log_probs(batch))

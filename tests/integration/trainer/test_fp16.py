@@ -48,7 +48,14 @@ def test_how_the_scale_moves(events, scale):
 
 
 def trainer_for(folder: Path, tmp_path: Path) -> Any:
-    keys = (*FP16, *FOUR, f"model.path={folder}", "optim.lr=1e-3", "actor.grad_clip=1e9", "actor.ppo_mini_batch_size=2")
+    keys = (
+        *FP16,
+        *FOUR,
+        f"model.path={folder}",
+        "optim.lr=1e-3",
+        "actor.grad_clip=1e9",
+        "actor.ppo_mini_batch_size=2",
+    )
     return updating_trainer(config(tmp_path, *keys))
 
 
@@ -72,9 +79,13 @@ def test_small_gradients_survive_and_are_those_of_fp32(pristine_model, tmp_path)
         trainer = trainer_for(pristine_model, tmp_path)
         trainer.optimizer.loss_scale.scale = scale
         gradients = gradient(trainer, batch)
-        assert gradients.keys() == truth.keys() and all(value.dtype == torch.float32 for value in gradients.values())
+        assert gradients.keys() == truth.keys() and all(
+            value.dtype == torch.float32 for value in gradients.values()
+        )
         difference = sum(float((gradients[name] - truth[name]).square().sum()) for name in truth)
-        errors[scale] = math.sqrt(difference / sum(float(value.square().sum()) for value in truth.values()))
+        errors[scale] = math.sqrt(
+            difference / sum(float(value.square().sum()) for value in truth.values())
+        )
     assert errors[FIRST] < 0.02 < 0.1 < errors[1.0]
 
 
@@ -86,7 +97,9 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(pristine_model, tmp_p
     metrics = trainer.update(batch, old)
     assert (metrics["actor/skipped_steps"], metrics["actor/overflows"]) == (1, 1)
     assert metrics["actor/loss_scale"] == FIRST / 2 and trainer.optimizer.gradients == {}
-    assert "actor/grad_norm" not in metrics and all(math.isfinite(value) for value in metrics.values())
+    assert "actor/grad_norm" not in metrics and all(
+        math.isfinite(value) for value in metrics.values()
+    )
     assert all(torch.equal(p, before[name]) for name, p in trainer.policy.model.named_parameters())
     for _ in range(30):
         metrics = trainer.update(batch, old)
@@ -94,8 +107,13 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(pristine_model, tmp_p
             break
     assert not metrics["actor/skipped_steps"] and metrics["actor/loss_scale"] < FIRST / 2
     assert metrics["actor/grad_norm"] > 0
-    assert any(not torch.equal(p, before[name]) for name, p in trainer.policy.model.named_parameters())
-    assert all(bool(p.isfinite().all()) and p.dtype == torch.float16 for p in trainer.policy.model.parameters())
+    assert any(
+        not torch.equal(p, before[name]) for name, p in trainer.policy.model.named_parameters()
+    )
+    assert all(
+        bool(p.isfinite().all()) and p.dtype == torch.float16
+        for p in trainer.policy.model.parameters()
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,8 +150,15 @@ def test_a_run_in_fp16_has_a_smaller_mismatch_than_in_bf16(tmp_path):
 
     mismatch = {}
     for dtype in ("bf16", "fp16"):
-        keys = ("quant.scheme=bf16", "quant.align=off", "trainer.total_training_steps=2", "trainer.val_max_prompts=8")
-        settings = config(tmp_path, *keys, f"model.dtype={dtype}", f"name={dtype}", "trainer.logger=[]")
+        keys = (
+            "quant.scheme=bf16",
+            "quant.align=off",
+            "trainer.total_training_steps=2",
+            "trainer.val_max_prompts=8",
+        )
+        settings = config(
+            tmp_path, *keys, f"model.dtype={dtype}", f"name={dtype}", "trainer.logger=[]"
+        )
         summary = train(settings)
         assert summary["finished"] and summary["steps"] == 2
         mismatch[dtype] = summary["mismatch_abs_mean"]

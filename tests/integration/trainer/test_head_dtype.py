@@ -48,7 +48,9 @@ def float64_log_probs(made: Policy, batch: Batch) -> torch.Tensor:
     for prompt, tokens in zip([[5, 6]] * 3, TOKENS, strict=True):
         made.model(input_ids=torch.tensor([prompt + tokens]), use_cache=False)
         logits = hidden.pop().double() @ head.weight.double().T
-        chosen = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        chosen = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(
+            1, torch.tensor(tokens)[:, None]
+        )[:, 0]
         log_probs.append(chosen)
     hook.remove()
     return torch.cat(log_probs)
@@ -67,7 +69,14 @@ def test_fp32_log_probs_are_those_of_float64_and_bf16_ones_are_not(folder):
 
 @pytest.mark.parametrize(
     ("version", "refused"),
-    [("0.24.0", True), ("0.28.1", True), ("0.29.0", False), ("0.29.0+cpu", False), ("1.0", False), ("unknown", True)],
+    [
+        ("0.24.0", True),
+        ("0.28.1", True),
+        ("0.29.0", False),
+        ("0.29.0+cpu", False),
+        ("1.0", False),
+        ("unknown", True),
+    ],
 )
 def test_a_vllm_without_an_fp32_head_is_refused(version, refused, monkeypatch):
     monkeypatch.setattr("qarl.vllm_versions.installed_version", lambda: version)
@@ -98,15 +107,26 @@ def test_the_engine_samples_from_fp32_logits(folder):
         made = policy(folder, name, align="exact")
         with RolloutEngine(
             EngineConfig(
-                str(folder), get_scheme("bf16"), ("lm_head",), max_model_len=32, kv_cache_gib=0.1, head_dtype=name
+                str(folder),
+                get_scheme("bf16"),
+                ("lm_head",),
+                max_model_len=32,
+                kv_cache_gib=0.1,
+                head_dtype=name,
             )
         ) as engine:
             engine.publish(made.published_tensors(), version=0)
-            rollout = engine.generate([[5, 6, 7 + i] for i in range(6)], SamplingConfig(12), list(range(6)))
+            rollout = engine.generate(
+                [[5, 6, 7 + i] for i in range(6)], SamplingConfig(12), list(range(6))
+            )
         responses = make_batch(rollout, torch.zeros(6), torch.zeros(6), pad_token_id=0)
         for other in ("fp32", "model"):
             with torch.no_grad():
-                own = policy(folder, other, align="exact").response_log_probs(responses, slice(0, 6), temperature=1.0)
-            largest[name, other] = float((own - responses.rollout_log_probs)[responses.response_mask].abs().max())
+                own = policy(folder, other, align="exact").response_log_probs(
+                    responses, slice(0, 6), temperature=1.0
+                )
+            largest[name, other] = float(
+                (own - responses.rollout_log_probs)[responses.response_mask].abs().max()
+            )
     assert largest["model", "model"] < 1e-3 and largest["fp32", "fp32"] < 5e-6
     assert min(largest["fp32", "model"], largest["model", "fp32"]) > 1e-4

@@ -31,7 +31,9 @@ def weights_of_the_mean(mode: str, mask: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.verl
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+)
 def test_value_and_gradient_against_float64(mode: str) -> None:
     """Value: the mean of e^d - d - 1 with d = reference - policy. Gradient: (policy - reference) per token, K2's. The
     parts of a mini-batch add up, and padding counts for nothing, even NaN."""
@@ -55,7 +57,9 @@ def test_value_and_gradient_against_float64(mode: str) -> None:
 
 def trainer_for(folder: Path, tmp_path: Path, *keys: str) -> Any:
     linears = ("quant.scheme=w8a8", "quant.align=linears", "actor.ppo_mini_batch_size=2")
-    trainer = updating_trainer(config(tmp_path, *FOUR, *linears, f"model.path={folder}", "optim.lr=1e-3", *keys))
+    trainer = updating_trainer(
+        config(tmp_path, *FOUR, *linears, f"model.path={folder}", "optim.lr=1e-3", *keys)
+    )
     if trainer.objective.use_kl_loss:
         trainer.reference = Policy.load(trainer.config).freeze()
     return trainer
@@ -72,12 +76,16 @@ def updates(trainer: Any, count: int) -> list[dict[str, float]]:
 
 
 @pytest.mark.verl
-def test_the_kl_starts_at_zero_and_the_reference_never_moves(pristine_model: Path, tmp_path: Path) -> None:
+def test_the_kl_starts_at_zero_and_the_reference_never_moves(
+    pristine_model: Path, tmp_path: Path
+) -> None:
     trainer = trainer_for(pristine_model, tmp_path, "actor.use_kl_loss=true")
     reference = trainer.reference
     assert reference is not None and not any(p.requires_grad for p in reference.model.parameters())
     before = [p.clone() for p in reference.model.parameters()]
     metrics = updates(trainer, 3)
-    assert metrics[0]["actor/kl_loss"] == 0 < metrics[1]["actor/kl_loss"] < metrics[2]["actor/kl_loss"]
+    assert (
+        metrics[0]["actor/kl_loss"] == 0 < metrics[1]["actor/kl_loss"] < metrics[2]["actor/kl_loss"]
+    )
     assert all(torch.equal(p, q) for p, q in zip(before, reference.model.parameters(), strict=True))
     assert reference.align == trainer.policy.align and reference.scheme == trainer.policy.scheme

@@ -42,7 +42,9 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("events", "skips"), [row[1:] for row in STEPS], ids=[row[0] for row in STEPS])
+@pytest.mark.parametrize(
+    ("events", "skips"), [row[1:] for row in STEPS], ids=[row[0] for row in STEPS]
+)
 def test_when_the_next_step_skips(events, skips):
     state = Skipping()
     for event in events:
@@ -55,7 +57,9 @@ def test_nan_and_the_last_bit_are_differences_and_padding_is_not():
     mask = torch.tensor([[True, True, False]])
     assert differing_tokens(log_probs, log_probs + torch.tensor([[0.0, 0.0, 1.0]]), mask) == 0
     assert differing_tokens(log_probs, torch.nextafter(log_probs, torch.zeros(1)), mask) == 2
-    assert differing_tokens(log_probs, log_probs * torch.tensor([[float("nan"), 1.0, 1.0]]), mask) == 1
+    assert (
+        differing_tokens(log_probs, log_probs * torch.tensor([[float("nan"), 1.0, 1.0]]), mask) == 1
+    )
 
 
 class Steps(LocalTrainer):
@@ -63,8 +67,17 @@ class Steps(LocalTrainer):
 
     def __init__(self, folder: Any, settings: Any) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        self.config, self.objective, self.timer = settings, objective_settings(settings), PhaseTimer()
-        self.source, self.step, self.updated, self.warnings = OldLogProbs(settings, self.old_log_probs), 0, False, []
+        self.config, self.objective, self.timer = (
+            settings,
+            objective_settings(settings),
+            PhaseTimer(),
+        )
+        self.source, self.step, self.updated, self.warnings = (
+            OldLogProbs(settings, self.old_log_probs),
+            0,
+            False,
+            [],
+        )
         self.replace_policy(Policy(model, get_scheme("w8a8"), ("lm_head",), align="linears"))
         self.recovery, self.tokenizer = SimpleNamespace(rebuilds=0), None
         self.spoil: dict[int, list[int]] = {}
@@ -76,7 +89,9 @@ class Steps(LocalTrainer):
     def rollout(self, **more: Any) -> tuple[Batch, dict[str, float]]:
         batch = responses(self.step)
         with torch.no_grad():
-            exact = self.policy.response_log_probs(batch, slice(0, 8), temperature=self.config.rollout.temperature)
+            exact = self.policy.response_log_probs(
+                batch, slice(0, 8), temperature=self.config.rollout.temperature
+            )
         batch.rollout_log_probs = exact
         for row in self.spoil.get(self.step, []):
             exact[row, 0] = torch.nextafter(exact[row, 0], torch.zeros(()))
@@ -97,15 +112,23 @@ class Steps(LocalTrainer):
 def responses(step: int) -> Batch:
     """Eight responses of one to five tokens."""
     draw = torch.Generator().manual_seed(step)
-    tokens = [torch.randint(3, 60, (1 + row % 5,), generator=draw).tolist() for row in range(PROMPTS * N)]
+    tokens = [
+        torch.randint(3, 60, (1 + row % 5,), generator=draw).tolist() for row in range(PROMPTS * N)
+    ]
     zeros = [[0.0] * len(response) for response in tokens]
-    rollout = RolloutBatch([[5, 6]] * len(tokens), tokens, zeros, ["stop"] * len(tokens), weight_version=step)
+    rollout = RolloutBatch(
+        [[5, 6]] * len(tokens), tokens, zeros, ["stop"] * len(tokens), weight_version=step
+    )
     return make_batch(rollout, torch.zeros(8), torch.tensor([1.0, -1.0] * 4), pad_token_id=0)
 
 
-def run(folder, tmp_path, *keys: str, steps: int = 4, spoil: Any = ()) -> tuple[Steps, list[dict[str, float]], list]:
+def run(
+    folder, tmp_path, *keys: str, steps: int = 4, spoil: Any = ()
+) -> tuple[Steps, list[dict[str, float]], list]:
     """A trainer after `steps` steps, their metrics and their messages."""
-    trainer = Steps(folder, config(tmp_path, *KEYS, "optim.lr=1e-3", "optim.master_dtype=fp32", *keys))
+    trainer = Steps(
+        folder, config(tmp_path, *KEYS, "optim.lr=1e-3", "optim.master_dtype=fp32", *keys)
+    )
     trainer.spoil = dict(spoil)
     metrics, said = [], []
     for _ in range(steps):
@@ -121,7 +144,10 @@ def column(metrics: list[dict[str, float]], name: str) -> list[float | None]:
 def same_training(first: list[dict[str, float]], other: list[dict[str, float]]) -> bool:
     """Whether two runs logged the same numbers, but for the seconds and for what they checked."""
     checks = ("old_log_probs/", "mismatch/", "publish/")
-    trained = [{key: v for key, v in step.items() if not key.startswith(checks)} for step in (*first, *other)]
+    trained = [
+        {key: v for key, v in step.items() if not key.startswith(checks)}
+        for step in (*first, *other)
+    ]
     return trained[: len(first)] == trained[len(first) :]
 
 
@@ -141,7 +167,9 @@ def test_auto_skips_the_pass_and_trains_the_same_bits(pristine_model, tmp_path):
 
 
 @pytest.mark.parametrize("row", [0, 3])
-def test_a_difference_in_the_first_mini_batch_is_found_before_any_weight_changes(pristine_model, tmp_path, row):
+def test_a_difference_in_the_first_mini_batch_is_found_before_any_weight_changes(
+    pristine_model, tmp_path, row
+):
     """Even one of the last bit, in the last micro-batch, after gradients have been summed."""
     spoil = {2: [row]}
     keys = ("actor.old_log_probs=auto", "actor.old_log_probs_sample=0.25")
@@ -150,11 +178,21 @@ def test_a_difference_in_the_first_mini_batch_is_found_before_any_weight_changes
     assert trainer.passes == [8, 1, 1, 8, 8, 8]
     before, again = trainer.weights_at_pass[2:4]
     assert torch.equal(before, again)
-    assert column(metrics, "fallback") == [0, 0, 1, 0, 0] and column(metrics, "recomputed") == [1, 0, 1, 1, 1]
+    assert column(metrics, "fallback") == [0, 0, 1, 0, 0] and column(metrics, "recomputed") == [
+        1,
+        0,
+        1,
+        1,
+        1,
+    ]
     assert column(metrics, "from_rollout") == [0, 1, 0, 0, 0]
-    assert 0 < metrics[2]["mismatch/abs_max"] < 1e-5 and metrics[2]["old_log_probs/checked_frac"] == 1
+    assert (
+        0 < metrics[2]["mismatch/abs_max"] < 1e-5 and metrics[2]["old_log_probs/checked_frac"] == 1
+    )
     assert "differ from the rollout's" in said[2][0]
-    whole, expected, _ = run(pristine_model, tmp_path / "whole", "actor.old_log_probs=recompute", steps=5, spoil=spoil)
+    whole, expected, _ = run(
+        pristine_model, tmp_path / "whole", "actor.old_log_probs=recompute", steps=5, spoil=spoil
+    )
     assert torch.equal(trainer.state(), whole.state()) and same_training(metrics, expected)
 
 
@@ -188,7 +226,9 @@ def test_rollout_takes_the_rollouts_log_probs_and_measures_them(pristine_model, 
     trainer, metrics, _ = run(pristine_model, tmp_path, *keys, steps=3, spoil=spoil)
     assert trainer.passes == [8] and column(metrics, "recomputed") == [1, 0, 0]
     assert column(metrics, "from_rollout") == [1, 1, 1], "the first pass only measures"
-    assert column(metrics, "checked_frac") == [1, 0.5, 0.5] and column(metrics, "fallback") == [0] * 3
+    assert (
+        column(metrics, "checked_frac") == [1, 0.5, 0.5] and column(metrics, "fallback") == [0] * 3
+    )
     assert all(entry["mismatch/abs_max"] > 0 for entry in metrics)
     batch = responses(0)
     batch.rollout_log_probs[batch.response_mask] = -3.0

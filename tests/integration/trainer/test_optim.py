@@ -23,18 +23,28 @@ SHAPES = {
 }
 MUON_NAMES = {name for name, shape in SHAPES.items() if "layers" in name and len(shape) > 1}
 EVERY_KIND = pytest.mark.parametrize(
-    ("name", "master_dtype"), [("adamw", "fp32"), ("adamw", "bf16"), ("muon", "fp32"), ("muon", "bf16")]
+    ("name", "master_dtype"),
+    [("adamw", "fp32"), ("adamw", "bf16"), ("muon", "fp32"), ("muon", "bf16")],
 )
 
 
 def make_config(**changes: object) -> OptimConfig:
-    settings = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "muon_lr": 0.02, "muon_momentum": 0.9}
+    settings = {
+        "lr": 1e-2,
+        "betas": (0.9, 0.99),
+        "weight_decay": 0.1,
+        "muon_lr": 0.02,
+        "muon_momentum": 0.9,
+    }
     return OptimConfig(**{**settings, **changes})
 
 
 def make_parameters(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
-    return {n: torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for n, s in SHAPES.items()}
+    return {
+        n: torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype))
+        for n, s in SHAPES.items()
+    }
 
 
 def make_gradients(step: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
@@ -43,19 +53,30 @@ def make_gradients(step: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
 
 
 def make_optimizer(
-    parameters: dict[str, torch.nn.Parameter], *, seed: int = 0, total_training_steps: int = 10, **changes: object
+    parameters: dict[str, torch.nn.Parameter],
+    *,
+    seed: int = 0,
+    total_training_steps: int = 10,
+    **changes: object,
 ) -> MasterOptimizer:
     return MasterOptimizer(
-        parameters.items(), make_config(**changes), seed=seed, total_training_steps=total_training_steps
+        parameters.items(),
+        make_config(**changes),
+        seed=seed,
+        total_training_steps=total_training_steps,
     )
 
 
-def give_gradients(parameters: dict[str, torch.nn.Parameter], gradients: dict[str, torch.Tensor]) -> None:
+def give_gradients(
+    parameters: dict[str, torch.nn.Parameter], gradients: dict[str, torch.Tensor]
+) -> None:
     for name, parameter in parameters.items():
         parameter.grad = gradients[name].clone()
 
 
-def train(optimizer: MasterOptimizer, parameters: dict[str, torch.nn.Parameter], steps: range) -> None:
+def train(
+    optimizer: MasterOptimizer, parameters: dict[str, torch.nn.Parameter], steps: range
+) -> None:
     for step in steps:
         give_gradients(parameters, make_gradients(step))
         optimizer.accumulate()
@@ -68,13 +89,25 @@ def test_masters_are_those_of_torchs_adamw_and_of_the_muon_package(name: str, st
     parameters = make_parameters()
     reference = {n: torch.nn.Parameter(p.detach().float()) for n, p in parameters.items()}
     config = make_config(name=name)
-    adam = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
-    muon = {"lr": config.muon_lr, "momentum": config.muon_momentum, "weight_decay": config.weight_decay}
+    adam = {
+        "lr": config.lr,
+        "betas": config.betas,
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    muon = {
+        "lr": config.muon_lr,
+        "momentum": config.muon_momentum,
+        "weight_decay": config.weight_decay,
+    }
     expected: torch.optim.Optimizer = torch.optim.AdamW(reference.values(), **adam, fused=True)
     if name == "muon":
         hidden = [p for n, p in reference.items() if n in MUON_NAMES]
         others = [p for n, p in reference.items() if n not in MUON_NAMES]
-        groups = [{"params": hidden, "use_muon": True, **muon}, {"params": others, "use_muon": False, **adam}]
+        groups = [
+            {"params": hidden, "use_muon": True, **muon},
+            {"params": others, "use_muon": False, **adam},
+        ]
         expected = SingleDeviceMuonWithAuxAdam(groups)
     optimizer = make_optimizer(parameters, name=name)
     for step in range(steps):
@@ -104,7 +137,11 @@ def test_clip_grad_norm_is_torchs() -> None:
     reference = {n: torch.nn.Parameter(p.detach().clone()) for n, p in parameters.items()}
     config = make_config()
     adamw = torch.optim.AdamW(
-        reference.values(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+        reference.values(),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
     )
     optimizer = make_optimizer(parameters)
     for step in range(2):
@@ -125,14 +162,21 @@ def test_learning_rate_zero_changes_no_byte(name: str, master_dtype: str) -> Non
     for parameter in parameters.values():
         parameter.data.view(-1)[0] = -0.0
     before = {n: p.detach().clone() for n, p in parameters.items()}
-    optimizer = make_optimizer(parameters, name=name, master_dtype=master_dtype, lr=0.0, muon_lr=0.0)
+    optimizer = make_optimizer(
+        parameters, name=name, master_dtype=master_dtype, lr=0.0, muon_lr=0.0
+    )
     train(optimizer, parameters, range(3))
     assert all(same_bytes(parameters[n], before[n]) for n in SHAPES)
 
 
 @EVERY_KIND
 def test_state_dict_continues_bitwise(name: str, master_dtype: str) -> None:
-    changes = {"name": name, "master_dtype": master_dtype, "lr_scheduler_type": "cosine", "lr_warmup_steps": 2}
+    changes = {
+        "name": name,
+        "master_dtype": master_dtype,
+        "lr_scheduler_type": "cosine",
+        "lr_warmup_steps": 2,
+    }
     parameters = make_parameters()
     optimizer = make_optimizer(parameters, **changes)
     train(optimizer, parameters, range(3))

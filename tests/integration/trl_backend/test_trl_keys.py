@@ -50,7 +50,10 @@ OTHER: dict[str, Any] = {
     "actor.band_reference_length": 50,
 }
 """Key -> a value that is not its default."""
-ALSO = {"seq_clip_ratio_low": {"positive_band": "two_sided"}, "band_reference_length": {"band_scaling": "length"}}
+ALSO = {
+    "seq_clip_ratio_low": {"positive_band": "two_sided"},
+    "band_reference_length": {"band_scaling": "length"},
+}
 
 
 def test_every_key_reaches_its_consumer(tmp_path: Path) -> None:

@@ -33,17 +33,23 @@ def trls_rows() -> tuple[torch.Tensor, torch.Tensor, int]:
 
 def test_log_probs_and_entropies_are_trls(pristine_model: Path) -> None:
     """In FP32 without quantization, both sides compute the same numbers up to rounding."""
-    models = [AutoModelForCausalLM.from_pretrained(pristine_model, dtype=torch.float32) for _ in range(2)]
+    models = [
+        AutoModelForCausalLM.from_pretrained(pristine_model, dtype=torch.float32) for _ in range(2)
+    ]
     ids, mask, keep = trls_rows()
     temperature = 0.7
-    grpo_trainer.add_fused_lm_head(models[0], temperature=temperature, outputs=("log_probs", "entropy"))
+    grpo_trainer.add_fused_lm_head(
+        models[0], temperature=temperature, outputs=("log_probs", "entropy")
+    )
     trls = SimpleNamespace(accelerator=SimpleNamespace(autocast=nullcontext, is_main_process=True))
     expected, entropies, _ = GRPOTrainer._get_per_token_logps_and_entropies(
         trls, models[0], ids, mask, keep, compute_entropy=True
     )
     policy = Policy(models[1], get_scheme("bf16"), (), align="off")
     batch = as_batch(ids, mask, keep)
-    log_probs, our_entropies = log_probs_of_rows(policy, batch, slice(0, 3), temperature=temperature, entropies=True)
+    log_probs, our_entropies = log_probs_of_rows(
+        policy, batch, slice(0, 3), temperature=temperature, entropies=True
+    )
     valid = mask[:, -keep:].bool()
     torch.testing.assert_close(log_probs[valid], expected[valid], rtol=0, atol=2e-6)
     assert our_entropies is not None
@@ -56,5 +62,8 @@ def test_micro_batches_do_not_change_the_bits(pristine_model: Path) -> None:
     policy = Policy(model, get_scheme("w8a8"), ("lm_head",), align="model")
     batch = as_batch(*trls_rows())
     whole, _ = log_probs_of_rows(policy, batch, slice(0, 3), temperature=1.0, entropies=False)
-    parts = [log_probs_of_rows(policy, batch, slice(i, i + 1), temperature=1.0, entropies=False)[0] for i in range(3)]
+    parts = [
+        log_probs_of_rows(policy, batch, slice(i, i + 1), temperature=1.0, entropies=False)[0]
+        for i in range(3)
+    ]
     assert torch.equal(whole, torch.cat(parts))

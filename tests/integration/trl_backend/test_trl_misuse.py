@@ -46,10 +46,23 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
-def build(model: Any, folder: Path, data: Any = DATA, arguments: dict[str, Any] | None = None, **settings: Any) -> Any:
+def build(
+    model: Any,
+    folder: Path,
+    data: Any = DATA,
+    arguments: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
     sizes = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 16}
     kv_cache = {"quant_group_size": 32, "vllm_cpu_kvcache_space_gib": 0.25}
-    base = {"output_dir": str(folder), "report_to": "none", "use_cpu": True, "max_steps": 1, **sizes, **kv_cache}
+    base = {
+        "output_dir": str(folder),
+        "report_to": "none",
+        "use_cpu": True,
+        "max_steps": 1,
+        **sizes,
+        **kv_cache,
+    }
     return QaRLTrainer(
         model=model if isinstance(model, torch.nn.Module) else str(model),
         reward_funcs=reward,
@@ -85,20 +98,31 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_narrow_bands_are_said_in_trls_words(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_narrow_bands_are_said_in_trls_words(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(EngineStarted):
         build(model, tmp_path)
     told = capsys.readouterr().err
-    assert "bands of 3.0e-04 are narrow for responses of at most 16 tokens; set seq_clip_ratio_high=" in told
+    assert (
+        "bands of 3.0e-04 are narrow for responses of at most 16 tokens; set seq_clip_ratio_high="
+        in told
+    )
 
 
-@pytest.mark.parametrize(("settings", "words"), SETTINGS, ids=[str(settings) for settings, _ in SETTINGS])
-def test_a_setting_is_refused(model: Path, tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "words"), SETTINGS, ids=[str(settings) for settings, _ in SETTINGS]
+)
+def test_a_setting_is_refused(
+    model: Path, tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UserError) as caught:
         build(model, tmp_path, **settings)
     text = str(caught.value)
     assert words in text
-    assert caught.value.__cause__ is None  # Python would print the same error twice, once with QaRL's keys
+    assert (
+        caught.value.__cause__ is None
+    )  # Python would print the same error twice, once with QaRL's keys
     # The error speaks of the fields of QaRLConfig, not of the config of `qarl train`.
     assert not [key for key in RUN_KEYS if "." in key and key in text]
 
@@ -123,19 +147,28 @@ PEFT: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("peft_config", "words"), PEFT, ids=[words for _, words in PEFT])
-def test_a_peft_config_is_refused(model: Path, tmp_path: Path, peft_config: Any, words: str) -> None:
+def test_a_peft_config_is_refused(
+    model: Path, tmp_path: Path, peft_config: Any, words: str
+) -> None:
     with pytest.raises(UserError) as caught:
         build(model, tmp_path, arguments={"peft_config": peft_config})
     assert words in str(caught.value) and "lora." not in str(caught.value)
 
 
 def test_a_model_with_adapters_of_peft_is_refused(model: Path, tmp_path: Path) -> None:
-    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16"), LoraConfig(**LORA))
+    wrapped = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16"), LoraConfig(**LORA)
+    )
     with pytest.raises(UserError, match="has adapters of peft"):
         build(wrapped, tmp_path)
 
 
-BEST = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps"}
+BEST = {
+    "load_best_model_at_end": True,
+    "save_strategy": "steps",
+    "save_steps": 4,
+    "eval_strategy": "steps",
+}
 BEST |= {"eval_steps": 4}
 
 
@@ -146,20 +179,36 @@ BEST |= {"eval_steps": 4}
         ({"master_dtype": "bf16"}, "master_dtype"),
         (BEST, "load_best_model_at_end"),
         ({"sync_ref_model": True}, "sync_ref_model"),
-        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+        (
+            {
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"use_reentrant": True},
+            },
+            "use_reentrant",
+        ),
     ],
 )
-def test_what_adapters_do_not_go_with(model: Path, tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+def test_what_adapters_do_not_go_with(
+    model: Path, tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         build(model, tmp_path, arguments={"peft_config": LoraConfig(**LORA)}, **settings)
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
-    [("ACCELERATE_MIXED_PRECISION", "bf16", "mixed_precision='bf16'"), ("ACCELERATE_USE_FSDP", "true", "FSDP")],
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "mixed_precision='bf16'"),
+        ("ACCELERATE_USE_FSDP", "true", "FSDP"),
+    ],
 )
 def test_a_setting_of_accelerate_is_refused(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: str
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    words: str,
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=words):
@@ -175,7 +224,9 @@ def test_an_argument_is_refused(model: Path, tmp_path: Path, name: str) -> None:
 def test_another_config_or_version_of_trl_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, per_device_train_batch_size=8)
+    args = GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, per_device_train_batch_size=8
+    )
     with pytest.raises(UserError, match="needs a QaRLConfig, got GRPOConfig"):
         QaRLTrainer(str(model), reward, args, DATA)
     monkeypatch.setattr(checks.importlib.metadata, "version", lambda _: "1.17.0")
@@ -193,19 +244,30 @@ def test_data_of_unknown_lengths_are_refused(model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("columns", "words"),
-    [({"prompt": []}, "a dataset is empty"), ({"question": PROMPTS}, "no column prompt[\\s\\S]*its columns: question")],
+    [
+        ({"prompt": []}, "a dataset is empty"),
+        ({"question": PROMPTS}, "no column prompt[\\s\\S]*its columns: question"),
+    ],
 )
-def test_data_without_prompts_are_refused(model: Path, tmp_path: Path, columns: dict[str, Any], words: str) -> None:
+def test_data_without_prompts_are_refused(
+    model: Path, tmp_path: Path, columns: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         build(model, tmp_path, data=Dataset.from_dict(columns))
 
 
 @pytest.mark.parametrize(
     ("broken", "words"),
-    [("fp32", "torch.float32"), ("from a config", "not loaded from a checkpoint"), ("missing", "nowhere")],
+    [
+        ("fp32", "torch.float32"),
+        ("from a config", "not loaded from a checkpoint"),
+        ("missing", "nowhere"),
+    ],
 )
 def test_a_model_is_refused(model: Path, tmp_path: Path, broken: str, words: str) -> None:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32 if broken == "fp32" else "bfloat16")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32 if broken == "fp32" else "bfloat16"
+    )
     if broken == "from a config":
         loaded.config._name_or_path = ""
     source = tmp_path / "nowhere" if broken == "missing" else loaded

@@ -17,15 +17,23 @@ SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
 def parameters() -> dict[str, torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     sizes = {"a.weight": (5, 7), "norm.weight": (7,)}
-    return {name: torch.nn.Parameter(torch.randn(size, generator=generator).bfloat16()) for name, size in sizes.items()}
+    return {
+        name: torch.nn.Parameter(torch.randn(size, generator=generator).bfloat16())
+        for name, size in sizes.items()
+    }
 
 
 def gradients(step: int, parts: int = 3) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(step)
-    return [{name: torch.randn(p.shape, generator=generator) for name, p in parameters().items()} for _ in range(parts)]
+    return [
+        {name: torch.randn(p.shape, generator=generator) for name, p in parameters().items()}
+        for _ in range(parts)
+    ]
 
 
-def run(optimizer: torch.optim.Optimizer, named: dict[str, torch.nn.Parameter], steps: range) -> None:
+def run(
+    optimizer: torch.optim.Optimizer, named: dict[str, torch.nn.Parameter], steps: range
+) -> None:
     for step in steps:
         for part in gradients(step):
             sum((p * part[name].to(p.dtype)).sum() for name, p in named.items()).backward()
@@ -44,7 +52,10 @@ def test_the_copies_are_torchs_fp32_weights() -> None:
     run(optimizer, named, range(20))
     whole = {name: torch.nn.Parameter(p.detach().float()) for name, p in parameters().items()}
     torchs = torch.optim.AdamW(
-        [{"params": [whole["a.weight"]], "weight_decay": 0.1}, {"params": [whole["norm.weight"]], "weight_decay": 0.0}],
+        [
+            {"params": [whole["a.weight"]], "weight_decay": 0.1},
+            {"params": [whole["norm.weight"]], "weight_decay": 0.0},
+        ],
         **SETTINGS,
     )
     for step in range(20):
@@ -61,7 +72,10 @@ def test_a_saved_state_continues_bit_for_bit() -> None:
     named = parameters()
     optimizer = masters(named)
     run(optimizer, named, range(3))
-    saved, weights = copy.deepcopy(optimizer.state_dict()), {name: p.detach().clone() for name, p in named.items()}
+    saved, weights = (
+        copy.deepcopy(optimizer.state_dict()),
+        {name: p.detach().clone() for name, p in named.items()},
+    )
     run(optimizer, named, range(3, 6))
     again = {name: torch.nn.Parameter(weight) for name, weight in weights.items()}
     resumed = masters(again)
@@ -76,10 +90,16 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     named = parameters()
     optimizer = masters(named)
     run(optimizer, named, range(2))
-    before = copy.deepcopy(optimizer.state_dict()), {name: p.detach().clone() for name, p in named.items()}
+    before = (
+        copy.deepcopy(optimizer.state_dict()),
+        {name: p.detach().clone() for name, p in named.items()},
+    )
     for name, p in named.items():
         p.grad = torch.full(p.shape, float("nan") if name == "norm.weight" else 1.0)
     optimizer.step()
     assert all(torch.equal(p, before[1][name]) for name, p in named.items())
     pairs = zip(before[0]["state"].values(), optimizer.state_dict()["state"].values(), strict=True)
-    assert all(torch.equal(old["exp_avg"], new["exp_avg"]) and old["step"] == new["step"] for old, new in pairs)
+    assert all(
+        torch.equal(old["exp_avg"], new["exp_avg"]) and old["step"] == new["step"]
+        for old, new in pairs
+    )

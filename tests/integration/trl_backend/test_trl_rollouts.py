@@ -17,7 +17,9 @@ from qarl.trl.rollouts import Rollouts
 def rollouts() -> tuple[Rollouts, torch.nn.Linear, list[int]]:
     model, published = torch.nn.Linear(2, 2), []
     policy: Any = SimpleNamespace(model=model, adapters=None, published_tensors=lambda: [])
-    engine: Any = SimpleNamespace(stale=False, publish=lambda tensors, version: published.append(version))
+    engine: Any = SimpleNamespace(
+        stale=False, publish=lambda tensors, version: published.append(version)
+    )
     return Rollouts(policy, engine), model, published
 
 
@@ -62,7 +64,15 @@ def trainer(index: int = 0, *, training: bool = True) -> Any:
 def test_seeds_differ_by_process_and_call_and_do_not_depend_on_evaluations() -> None:
     without_evaluation, with_evaluation, other = (rollouts()[0] for _ in range(3))
     with_evaluation._seeds(trainer(training=False), 5, 4)
-    first, again = without_evaluation._seeds(trainer(), 5, 4), without_evaluation._seeds(trainer(), 5, 4)
+    first, again = (
+        without_evaluation._seeds(trainer(), 5, 4),
+        without_evaluation._seeds(trainer(), 5, 4),
+    )
     assert with_evaluation._seeds(trainer(), 5, 4) == first
-    seeds = [*first, *again, *other._seeds(trainer(1), 5, 4), *without_evaluation._seeds(trainer(), 6, 4)]
+    seeds = [
+        *first,
+        *again,
+        *other._seeds(trainer(1), 5, 4),
+        *without_evaluation._seeds(trainer(), 6, 4),
+    ]
     assert len(set(seeds)) == 16

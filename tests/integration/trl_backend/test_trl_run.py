@@ -44,7 +44,9 @@ def small_runs(pristine_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_a_run_has_no_mismatch_and_moves_the_weights() -> None:
     (row,) = trl_cpu.run({"max_steps": 3, "gradient_checkpointing": True})
     assert row["level"] == "exact" and len(set(row["digests"].values())) > 1
-    assert len(row["history"]) == 3 and max(entry["mismatch/abs_max"] for entry in row["history"]) == 0
+    assert (
+        len(row["history"]) == 3 and max(entry["mismatch/abs_max"] for entry in row["history"]) == 0
+    )
     assert all("actor/inside_band_frac" in entry and "entropy" in entry for entry in row["history"])
     assert row["history"][0]["publish/mbytes"] > 0
 
@@ -53,11 +55,18 @@ LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 
 
 def test_a_run_with_adapters_has_no_mismatch_and_publishes_them_alone(tmp_path: Path) -> None:
-    steps = {"max_steps": 3, "learning_rate": 1e-3, "gradient_checkpointing": True, "save_quantized": str(tmp_path)}
+    steps = {
+        "max_steps": 3,
+        "learning_rate": 1e-3,
+        "gradient_checkpointing": True,
+        "save_quantized": str(tmp_path),
+    }
     (row,) = trl_cpu.run(steps | {"lora": LORA})
     history = row["history"]
     assert [entry["mismatch/abs_max"] for entry in history] == [0.0] * 3
-    assert all(entry["grad_norm"] > 0 for entry in history) and len(set(row["digests"].values())) > 1
+    assert (
+        all(entry["grad_norm"] > 0 for entry in history) and len(set(row["digests"].values())) > 1
+    )
     assert row["base_shared"] == 1
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     sizes = [entry["publish/mbytes"] * 1e6 for entry in history if "publish/mbytes" in entry]
@@ -76,9 +85,13 @@ def test_schemes_with_adapters(scheme: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "sapo"])
 def test_trls_losses_run_on_quantized_rollouts(loss_type: str) -> None:
-    (row,) = trl_cpu.run({"max_steps": 2, "loss_type": loss_type, "beta": 0.01 if loss_type == "grpo" else 0.0})
+    (row,) = trl_cpu.run(
+        {"max_steps": 2, "loss_type": loss_type, "beta": 0.01 if loss_type == "grpo" else 0.0}
+    )
     assert [entry["mismatch/abs_max"] for entry in row["history"]] == [0.0, 0.0]
-    if loss_type == "grpo":  # the reference is quantized too, so it is the policy before the first update
+    if (
+        loss_type == "grpo"
+    ):  # the reference is quantized too, so it is the policy before the first update
         assert row["history"][0]["kl"] == 0.0
 
 
@@ -86,7 +99,11 @@ def test_trls_losses_run_on_quantized_rollouts(loss_type: str) -> None:
 def test_accumulated_gradients_train_as_one_batch_does() -> None:
     """Four micro-batches of four rows, beside two of eight: the same rollouts, and the same update but for rounding."""
     steps = {"max_steps": 2, "seed": 1}
-    halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
+    halves = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 4,
+    }
     (whole,) = trl_cpu.run(steps | {"gradient_accumulation_steps": 2, "steps_per_generation": 2})
     (parts,) = trl_cpu.run(steps | halves)
     for entry, other in zip(whole["history"], parts["history"], strict=True):
@@ -103,7 +120,9 @@ def test_what_is_saved_is_what_was_published(tmp_path: Path) -> None:
     assert [step["mismatch/abs_max"] for step in run["history"]] == [0.0] * 4
     saved = load_file(tmp_path / "model.safetensors")
     last = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert last["format"] == "pack-quantized" and any(name.endswith("weight_packed") for name in saved)
+    assert last["format"] == "pack-quantized" and any(
+        name.endswith("weight_packed") for name in saved
+    )
     assert tensors_digest(saved.items()) == run["published"]
 
 
@@ -136,7 +155,11 @@ def test_two_processes_publish_the_same(settings: dict[str, Any]) -> None:
 def test_the_example_runs(tmp_path: Path) -> None:
     arguments = ["max_steps=2", "per_device_train_batch_size=8", f"output_dir={tmp_path}"]
     run = subprocess.run(
-        [sys.executable, "examples/trl_addition.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600
+        [sys.executable, "examples/trl_addition.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert "'mismatch/abs_max': '0'" in run.stdout

@@ -66,11 +66,15 @@ class Engine:
             for prompt, response in zip(prompts, responses, strict=True):
                 ids = torch.tensor([prompt + response])
                 batch = as_batch(ids, torch.ones_like(ids), TOKENS)
-                values, _ = log_probs_of_rows(policy, batch, slice(0, 1), temperature=1.0, entropies=False)
+                values, _ = log_probs_of_rows(
+                    policy, batch, slice(0, 1), temperature=1.0, entropies=False
+                )
                 log_probs.append(values[0].tolist())
             for attention in attentions:
                 attention.scaling /= self.wrong
-        return SimpleNamespace(prompt_token_ids=prompts, response_token_ids=responses, rollout_log_probs=log_probs)
+        return SimpleNamespace(
+            prompt_token_ids=prompts, response_token_ids=responses, rollout_log_probs=log_probs
+        )
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +143,9 @@ def test_a_response_without_a_reward_is_an_error(
     assert not [word for word in words if word not in str(caught.value)], caught.value
 
 
-def test_a_function_may_leave_responses_to_others(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_may_leave_responses_to_others(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = build(model, tmp_path, monkeypatch, [length, nothing])
     assert made.reward_func_names == ["length", "nothing"]
     made.train()
@@ -157,7 +163,14 @@ def test_functions_by_name(model: Path, tmp_path: Path, monkeypatch: pytest.Monk
         f"    return float(os.getpid() != {os.getpid()})\n"
     )
     data = DATA.add_column("ground_truth", ["12"] * len(DATA))
-    made = build(model, tmp_path, monkeypatch, [f"{file}:score", "arithmetic", length], data=data, reward_workers=1)
+    made = build(
+        model,
+        tmp_path,
+        monkeypatch,
+        [f"{file}:score", "arithmetic", length],
+        data=data,
+        reward_workers=1,
+    )
     assert made.reward_func_names == ["score", "arithmetic", "length"]
     made.train()
     assert torch.is_grad_enabled() and made.state.log_history[0]["rewards/score/mean"] == 1
@@ -178,13 +191,17 @@ def test_another_model_in_the_engine_is_found_before_the_first_update(
     assert "quant_mismatch_limit" in str(caught.value)
     assert not [key for key in RUN_KEYS if "." in key and key in str(caught.value)]
     limit = DEFAULT_LIMITS[level]
-    build(model, tmp_path, monkeypatch, quant_align=level, wrong=1.5, quant_mismatch_limit=limit).train()
+    build(
+        model, tmp_path, monkeypatch, quant_align=level, wrong=1.5, quant_mismatch_limit=limit
+    ).train()
 
 
 def test_the_guard_and_the_notes_speak_of_trls_fields(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("qarl.checks.model.lower_level", lambda *_: "quant.align=exact falls back to model")
+    monkeypatch.setattr(
+        "qarl.checks.model.lower_level", lambda *_: "quant.align=exact falls back to model"
+    )
     with pytest.raises(MismatchError) as caught:
         build(model, tmp_path, monkeypatch, wrong=1.5, quant_mismatch_limit=1e-9).train()
     assert "of quant_mismatch_limit" in str(caught.value) and "quant." not in str(caught.value)
@@ -193,12 +210,16 @@ def test_the_guard_and_the_notes_speak_of_trls_fields(
     assert "quant_align=exact falls back" in out + err
 
 
-def test_a_resume_with_another_scheme_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_with_another_scheme_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saves = {"save_strategy": "steps", "save_steps": 1}
     build(model, tmp_path, monkeypatch, **saves).train()
     build(model, tmp_path, monkeypatch, max_steps=2, **saves).train(resume_from_checkpoint=True)
     for asked in (True, str(tmp_path / "checkpoint-1")):
-        other = build(model, tmp_path, monkeypatch, max_steps=3, quant_scheme="w8a8", quant_group_size=128)
+        other = build(
+            model, tmp_path, monkeypatch, max_steps=3, quant_scheme="w8a8", quant_group_size=128
+        )
         with pytest.raises(UserError, match="quant_scheme was 'w4a16', now 'w8a8'") as caught:
             other.train(resume_from_checkpoint=asked)
         assert "set quant_scheme='w4a16', quant_group_size=32" in str(caught.value)
@@ -216,7 +237,9 @@ def test_a_resume_with_another_scheme_is_refused(model: Path, tmp_path: Path, mo
             check_resume(str(file.parent), args, now)
     file.unlink()
     with pytest.raises(UserError, match=r"qarl\.json is missing"):
-        build(model, tmp_path, monkeypatch).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        build(model, tmp_path, monkeypatch).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+        )
 
 
 def test_a_resume_with_another_model_config_is_refused(
@@ -231,7 +254,10 @@ def test_a_resume_with_another_model_config_is_refused(
     with pytest.raises(UserError, match="what it reads has changed") as caught:
         check_resume(str(checkpoint), other.args, other._settings)
     said = str(caught.value)
-    assert "rms_norm_eps of the model's config.json was 1e-06, now 0.01" in said and "another output_dir" in said
+    assert (
+        "rms_norm_eps of the model's config.json was 1e-06, now 0.01" in said
+        and "another output_dir" in said
+    )
     file = checkpoint / "qarl.json"
     saved = json.loads(file.read_text())
     saved["inputs"]["model"]["rms_norm_eps"] = 1e-2
@@ -272,11 +298,15 @@ def test_equal_rewards_leave_every_weight_as_it_was(
     assert all(torch.equal(master, master.bfloat16().float()) for master in masters)
 
 
-def test_an_evaluation_has_its_own_groups(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_has_its_own_groups(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = {"per_device_eval_batch_size": 4, "num_generations_eval": 4}
     made = build(model, tmp_path, monkeypatch, constant, **sizes)
     groups: list[int] = []
-    monkeypatch.setattr(trainer, "equal_responses", lambda *rows: groups.append(rows[2]) or equal_responses(*rows))
+    monkeypatch.setattr(
+        trainer, "equal_responses", lambda *rows: groups.append(rows[2]) or equal_responses(*rows)
+    )
     made.evaluate(DATA)
     assert set(groups) == {4}
 
@@ -285,8 +315,19 @@ def test_only_equal_groups_lose_their_advantages() -> None:
     nan = float("nan")
     rewards = torch.tensor([[0.7, nan], [0.7, nan], [0.7, 1.0], [0.1, 1.0], [0.3, 0.4], [0.4, 0.3]])
     ones = torch.ones(2)
-    assert equal_responses(rewards, ones, 2, "sum_then_normalize").tolist() == [True, True, False, False, True, True]
-    assert equal_responses(rewards, ones, 2, "normalize_then_sum").tolist() == [True, True, *[False] * 4]
+    assert equal_responses(rewards, ones, 2, "sum_then_normalize").tolist() == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert equal_responses(rewards, ones, 2, "normalize_then_sum").tolist() == [
+        True,
+        True,
+        *[False] * 4,
+    ]
 
 
 @pytest.mark.parametrize("loss_type", ["tbpo", "grpo"])
@@ -301,15 +342,25 @@ def test_the_metrics_have_the_names_of_the_other_backends(
     ours = {name for name in log if name.partition("/")[0] in ("actor", "mismatch", "tokens")}
     assert ours - glossary_metrics() == set()
     assert misplaced(ours, "local") == []
-    contributions = {f"actor/{p}{name}" for p in ("", "rollout_") for name in ("k1", "k3", "zero_centred_loss_neg")}
+    contributions = {
+        f"actor/{p}{name}"
+        for p in ("", "rollout_")
+        for name in ("k1", "k3", "zero_centred_loss_neg")
+    }
     assert ours >= contributions | {"mismatch/w_to_101", "mismatch/ppl_ratio", "actor/update_size"}
-    assert log["actor/k3"] == pytest.approx(log["actor/rollout_k3"], rel=0.5) and log["actor/k3"] > 0
+    assert (
+        log["actor/k3"] == pytest.approx(log["actor/rollout_k3"], rel=0.5) and log["actor/k3"] > 0
+    )
     assert any(name.startswith("tokens/neg_now_") for name in ours)
 
 
-def test_a_log_without_a_token_has_no_mismatch(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_without_a_token_has_no_mismatch(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No random response ends with EOS, so all are cut off and masked."""
-    made = build(model, tmp_path, monkeypatch, length, mask_truncated_completions=True, logging_steps=1)
+    made = build(
+        model, tmp_path, monkeypatch, length, mask_truncated_completions=True, logging_steps=1
+    )
     made.train()
     assert not any("mismatch/k3" in entry for entry in made.state.log_history)
 
@@ -338,10 +389,14 @@ def test_steps_whose_responses_are_all_masked(
     assert all(entry["loss"] == 0 for entry in steps)
     assert not [name for entry in steps for name in entry if name.startswith("mismatch/")]
     assert made.evaluate(DATA)["eval_loss"] == 0
-    assert all(torch.equal(weight, before[name]) for name, weight in made.policy.model.named_parameters())
+    assert all(
+        torch.equal(weight, before[name]) for name, weight in made.policy.model.named_parameters()
+    )
 
 
-def test_the_noise_limit_waits_for_a_batch_with_tokens(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_noise_limit_waits_for_a_batch_with_tokens(
+    model: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     made = build(model, tmp_path, monkeypatch, wrong=3.0, mask_truncated_completions=True)
     made.train()
     assert made._step_metrics._noise_is_checked is False

@@ -14,7 +14,15 @@ import torch
 from bad_runs import row, write_rows
 from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
 from fresh_vllm import greedy_in_a_fresh_vllm
-from fsdp_ranks import BANDS, LORA, QUANT, assert_same_gradients, local_update, make_rows, run_engine
+from fsdp_ranks import (
+    BANDS,
+    LORA,
+    QUANT,
+    assert_same_gradients,
+    local_update,
+    make_rows,
+    run_engine,
+)
 from random_models import save_random_model
 from safetensors.torch import load_file
 from verl_runs import REWARD, quickstart, run_quickstart
@@ -39,14 +47,20 @@ def model(tmp_path_factory) -> str:
     return str(save_random_model(tmp_path_factory.mktemp("model")))
 
 
-CASES = {"r=8": (LORA, False), "r=8, tied": (LORA, True), "r=1: a rank has no row of A": ({"r": 1, "alpha": 2}, False)}
+CASES = {
+    "r=8": (LORA, False),
+    "r=8, tied": (LORA, True),
+    "r=1: a rank has no row of A": ({"r": 1, "alpha": 2}, False),
+}
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def case(request, tmp_path_factory, model):
     """The section `lora`, and a model. verl gives all ranks the weights of one that is tied."""
     lora, tied = request.param
-    return lora, str(save_random_model(tmp_path_factory.mktemp("tied"), tie=True)) if tied else model
+    return lora, str(
+        save_random_model(tmp_path_factory.mktemp("tied"), tie=True)
+    ) if tied else model
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +77,13 @@ def local(case, rows):
 @pytest.fixture(scope="module")
 def results(case, rows, tmp_path_factory):
     lora, model = case
-    job = {"quant": QUANT | {"lora": lora}, "bands": BANDS, "lr": 1e-2, "micro": 2, "engine": {"model_dtype": "bf16"}}
+    job = {
+        "quant": QUANT | {"lora": lora},
+        "bands": BANDS,
+        "lr": 1e-2,
+        "micro": 2,
+        "engine": {"model_dtype": "bf16"},
+    }
     folder = tmp_path_factory.mktemp("engine")
     jobs = {world: job | {"checkpoint": str(folder / f"step{world}")} for world in (1, 2)}
     return {world: run_engine(folder, world, model, rows, [jobs[world]])[0] for world in (1, 2)}
@@ -79,13 +99,21 @@ def test_loss_and_gradients_are_those_of_the_local_backend(results, local, world
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_publish_has_the_base_only_if_a_server_lacks_it(results, local, world):
-    first, second = ([(name.split("#")[0], tensor) for name, tensor in s] for s in results[world]["streams"])
+    first, second = (
+        [(name.split("#")[0], tensor) for name, tensor in s] for s in results[world]["streams"]
+    )
     base = dict(local[3].packed_state_dict(stacks=True))
     adapter = {name: tensor.bfloat16() for name, tensor in results[world]["states"][0].items()}
-    for stream, expected in ((first, [*base.items(), *adapter.items()]), (second, list(adapter.items()))):
+    for stream, expected in (
+        (first, [*base.items(), *adapter.items()]),
+        (second, list(adapter.items())),
+    ):
         sent = [item for item in stream if item[0] not in (BEGIN, UNIT, COMMIT)]
         assert [name for name, _ in sent] == [name for name, _ in expected]
-        assert all(torch.equal(tensor, wanted) for (_, tensor), (_, wanted) in zip(sent, expected, strict=True))
+        assert all(
+            torch.equal(tensor, wanted)
+            for (_, tensor), (_, wanted) in zip(sent, expected, strict=True)
+        )
     assert "separate rollout workers" in results[world]["separate"]
 
 
@@ -137,7 +165,10 @@ def test_sleeping_servers_leave_the_base_in_host_memory(monkeypatch) -> None:
         each.setLevel(level)
     from qarl.verl.adapter_server import load_replica
 
-    vllm = {"enable_lora": True, "worker_extension_cls": "qarl.verl.worker_extension.QaRLWorkerExtension"}
+    vllm = {
+        "enable_lora": True,
+        "worker_extension_cls": "qarl.verl.worker_extension.QaRLWorkerExtension",
+    }
     config = SimpleNamespace(engine_kwargs={"vllm": vllm})
     monkeypatch.setattr(vLLMReplica, "__init__", lambda replica: setattr(replica, "config", config))
     server = load_replica()().server_class.__ray_metadata__.modified_class
@@ -150,12 +181,18 @@ VLLM, ACTOR = "actor_rollout_ref.rollout.engine_kwargs.vllm", "actor_rollout_ref
 
 
 def test_adapters_are_told_to_actor_and_engine():
-    composed = verl_config(quickstart(**{"lora.r": 8, "lora.target_modules": ["v_proj", "q_proj"]}), on_cpu=True)
+    composed = verl_config(
+        quickstart(**{"lora.r": 8, "lora.target_modules": ["v_proj", "q_proj"]}), on_cpu=True
+    )
     engine = OmegaConf.select(composed, VLLM)
     assert (engine.enable_lora, engine.max_lora_rank, engine.max_loras) == (True, 8, 1)
     assert list(engine.lora_target_modules) == ["q_proj", "v_proj"]
     actor = composed.actor_rollout_ref.actor.fsdp_config
-    assert (actor.quant.lora.r, actor.model_dtype, composed.actor_rollout_ref.model.lora_rank) == (8, "bf16", 0)
+    assert (actor.quant.lora.r, actor.model_dtype, composed.actor_rollout_ref.model.lora_rank) == (
+        8,
+        "bf16",
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,7 +202,11 @@ def test_adapters_are_told_to_actor_and_engine():
         ("actor_rollout_ref.model.lora_rank", 8, "model.lora_rank"),
         (f"{VLLM}.max_lora_rank", 16, "quant.lora.r"),
         (f"{VLLM}.enable_lora", False, "enable_lora"),
-        ("actor_rollout_ref.rollout.checkpoint_engine.backend", "qarl", "checkpoint_engine.backend"),
+        (
+            "actor_rollout_ref.rollout.checkpoint_engine.backend",
+            "qarl",
+            "checkpoint_engine.backend",
+        ),
         (f"{ACTOR}.fsdp_config.model_dtype", "fp32", "model_dtype"),
     ],
 )
@@ -199,12 +240,16 @@ def check_run(folder: Path, model: Path, data: Path, changes: dict[str, object])
     """Train, and check that δ is 0 and that the base was published once. Return the run's folder."""
     reward = folder / "reward.py"
     reward.write_text(REWARD)
-    run_dir = run_quickstart(folder, model, data, RUN | {"reward.function": f"{reward}:length_reward"} | changes)
+    run_dir = run_quickstart(
+        folder, model, data, RUN | {"reward.function": f"{reward}:length_reward"} | changes
+    )
     steps = [entry for entry in read_metrics(run_dir) if entry["step"] > 0]
     adapter = load_file(run_dir / "export" / "adapter" / "adapter_model.safetensors")
     assert any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
     sizes = [entry["publish/mbytes"] * 1e6 for entry in steps]
-    assert sum(tensor.nbytes for tensor in adapter.values()) < sizes[1] < sizes[0] / 2  # records are some bytes, too
+    assert (
+        sum(tensor.nbytes for tensor in adapter.values()) < sizes[1] < sizes[0] / 2
+    )  # records are some bytes, too
     assert all(entry["mismatch/abs_max"] == 0 for entry in steps)
     return run_dir
 
@@ -219,17 +264,23 @@ def data(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @needs_vllm_cpu
 @pytest.mark.parametrize(("ranks", "scheme"), [(1, "w4a16"), (2, "w8a8"), (2, "fp8"), (2, "bf16")])
-def test_a_run_has_no_mismatch_and_a_fresh_vllm_loads_its_export(tmp_path, model, data, ranks, scheme):
+def test_a_run_has_no_mismatch_and_a_fresh_vllm_loads_its_export(
+    tmp_path, model, data, ranks, scheme
+):
     changes = {"quant.scheme": scheme, "trainer.n_gpus_per_node": ranks}
     export = check_run(tmp_path, Path(model), data, changes) / "export"
-    if scheme != "w8a8" or torch.cpu._is_amx_tile_supported():  # else plain vLLM does not start (docs/lora.md)
+    if (
+        scheme != "w8a8" or torch.cpu._is_amx_tile_supported()
+    ):  # else plain vLLM does not start (docs/lora.md)
         assert all(sampled(export))
 
 
 def sampled(export: Path) -> list[list[int]]:
     """Return the tokens of a vLLM that loads base and adapter from a folder."""
     adapter = export / "adapter"
-    return greedy_in_a_fresh_vllm(export, [[3, 4, 5]], max_tokens=4, max_model_len=64, adapter=adapter)[0]
+    return greedy_in_a_fresh_vllm(
+        export, [[3, 4, 5]], max_tokens=4, max_model_len=64, adapter=adapter
+    )[0]
 
 
 @pytest.mark.slow

@@ -47,13 +47,21 @@ def run(monkeypatch: pytest.MonkeyPatch, response: list[int], mask: list[int]) -
 
 @pytest.mark.parametrize(
     ("response", "mask"),
-    [([1, 2, 3], [1, 1, 1]), ([1, 2], [1, 1]), ([1, 2, 3, 9], [1, 1, 1, 0]), ([1, 8, 2], [1, 0, 1]), ([], [])],
+    [
+        ([1, 2, 3], [1, 1, 1]),
+        ([1, 2], [1, 1]),
+        ([1, 2, 3, 9], [1, 1, 1, 0]),
+        ([1, 8, 2], [1, 0, 1]),
+        ([], []),
+    ],
 )
 def test_sampled_tokens_and_tokens_that_are_not_trained_on(monkeypatch, response, mask):
     assert run(monkeypatch, response, mask).response_ids == response
 
 
-@pytest.mark.parametrize(("response", "mask"), [([1, 2, 9], [1, 1, 1]), ([1, 2, 3, 9], [1] * 4), ([2, 3], [1, 1])])
+@pytest.mark.parametrize(
+    ("response", "mask"), [([1, 2, 9], [1, 1, 1]), ([1, 2, 3, 9], [1] * 4), ([2, 3], [1, 1])]
+)
 def test_changed_tokens_are_refused(monkeypatch, response, mask):
     with pytest.raises(UserError, match="not what was sampled"):
         run(monkeypatch, response, mask)

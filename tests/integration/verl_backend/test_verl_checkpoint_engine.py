@@ -61,7 +61,9 @@ class InThreads:
             except BaseException as error:
                 errors[number] = error
 
-        threads = [threading.Thread(target=receive, args=(number,)) for number in range(len(self.workers))]
+        threads = [
+            threading.Thread(target=receive, args=(number,)) for number in range(len(self.workers))
+        ]
         for thread in threads:
             thread.start()
         error = None
@@ -87,8 +89,13 @@ def test_workers_say_what_they_hold_only_after_a_publish_that_was_complete_for_a
 
     for version, known in enumerate([False, True, True, False, True], start=1):
         fails = version == 3
-        error, errors = both.publish(publication(tensors, version, outbox), *([fail] if fails else []))
-        assert isinstance(error, PeerLost) == fails and [raised is None for raised in errors] == [not fails] * 2
+        error, errors = both.publish(
+            publication(tensors, version, outbox), *([fail] if fails else [])
+        )
+        assert (
+            isinstance(error, PeerLost) == fails
+            and [raised is None for raised in errors] == [not fails] * 2
+        )
         assert [COMMIT in names for names in both.taken] == [not fails] * 2
         assert outbox.tally.known == known, version
         tensors = [(name, tensor + (name == LATE)) for name, tensor in tensors]
@@ -99,7 +106,10 @@ def actor(rank: int, asked: list[str]) -> Any:
     """QaRL's engine of verl, with tensors that are given instead of gathered."""
     engine: Any = object.__new__(QaRLFSDPEngine)
     engine.quant, engine.rank, engine._outbox = QuantSettings(), rank, DeltaSender()
-    engine.lr_scheduler, engine._wire_tensors = SimpleNamespace(last_epoch=1), lambda: iter(weights("llama"))
+    engine.lr_scheduler, engine._wire_tensors = (
+        SimpleNamespace(last_epoch=1),
+        lambda: iter(weights("llama")),
+    )
     engine._servers = SimpleNamespace(ask=lambda: asked.append("asked"), dead=lambda seconds: {})
     return engine
 
@@ -120,7 +130,9 @@ def test_the_actor_asks_the_servers_only_if_verl_publishes_itself(monkeypatch, t
     stream, _ = second.get_per_tensor_param()
     assert [n for n, _ in stream if not n.startswith("qarl.")] == list(dict(weights("llama")))
     assert second._outbox.cache.tensors == {} and asked == []
-    stream, _ = first.get_per_tensor_param(layered_summon=False, base_sync_done=True)  # as verl's naive backend
+    stream, _ = first.get_per_tensor_param(
+        layered_summon=False, base_sync_done=True
+    )  # as verl's naive backend
     assert asked == ["asked"] and len(list(tmp_path.rglob("*.holder"))) == 1
 
 
@@ -138,7 +150,11 @@ def test_a_shared_device_gets_no_changes_and_keeps_nothing(rank, monkeypatch, tm
 def test_an_error_of_the_sender_does_not_stop_the_gathers_of_other_ranks(monkeypatch):
     """All ranks gather each tensor together. The first rank reads to the end whatever happens to its receivers."""
     monkeypatch.setenv(TIMEOUT_VARIABLE, "0.3")
-    master, seen, all_names = QaRLCheckpointEngine(is_master=True, host="127.0.0.1"), [], dict(weights("llama"))
+    master, seen, all_names = (
+        QaRLCheckpointEngine(is_master=True, host="127.0.0.1"),
+        [],
+        dict(weights("llama")),
+    )
 
     def gathers() -> Any:
         for name, tensor in weights("llama"):
@@ -188,9 +204,13 @@ def test_the_actor_asks_no_server_that_waits_for_its_tensors(tmp_path: Path) -> 
     output = run_ranks("verl_separate.py", 1, tmp_path)
     publishes = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert len(publishes) == 5
-    assert [entry["error"] == "" for entry in publishes] == [True, True, False, True, True], publishes
+    assert [entry["error"] == "" for entry in publishes] == [True, True, False, True, True], (
+        publishes
+    )
     assert "no memory" in publishes[2]["error"] and publishes[2]["version"] is None
     assert [entry["version"] for entry in publishes if not entry["error"]] == [1, 2, 4, 5]
     assert all(entry["equal"] for entry in publishes if not entry["error"])
     assert [entry["delta"] for entry in publishes] == [False, True, True, False, True]
-    assert max(entry["seconds"] for entry in publishes) < 15, "less than the time limit of a question to the servers"
+    assert max(entry["seconds"] for entry in publishes) < 15, (
+        "less than the time limit of a question to the servers"
+    )

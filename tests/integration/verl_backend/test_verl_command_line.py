@@ -23,7 +23,10 @@ pytestmark = pytest.mark.usefixtures("own_environment")
 
 ROLLOUT = "actor_rollout_ref.rollout"
 QUANT = "actor_rollout_ref.actor.fsdp_config.quant"
-FIXED = ("hydra.searchpath=[pkg://qarl.verl]", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
+FIXED = (
+    "hydra.searchpath=[pkg://qarl.verl]",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+)
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -39,7 +42,9 @@ def keys_of(errors: list[UserError]) -> list[str]:
     return [(error.where or "").removeprefix("+") for error in errors]
 
 
-@pytest.mark.parametrize("groups", [(), ("+qarl_machine=cpu",), ("+qarl_loss=sapo",), ("+qarl_loss=reinforce",)])
+@pytest.mark.parametrize(
+    "groups", [(), ("+qarl_machine=cpu",), ("+qarl_loss=sapo",), ("+qarl_loss=reinforce",)]
+)
 def test_verls_defaults_and_the_groups_have_no_key_without_effect(groups: tuple[str, ...]) -> None:
     assert list(unread_keys(composed("+qarl=w4a16", *groups))) == []
     assert told(*groups) == []
@@ -83,7 +88,10 @@ def test_an_added_key_that_is_read(added: str) -> None:
 CONFLICTS = [
     (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.name"),
     (f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization"),
-    (f"+{ROLLOUT}.engine_kwargs.vllm.quantization=fp8", f"{ROLLOUT}.engine_kwargs.vllm.quantization"),
+    (
+        f"+{ROLLOUT}.engine_kwargs.vllm.quantization=fp8",
+        f"{ROLLOUT}.engine_kwargs.vllm.quantization",
+    ),
     (f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.enable"),
     ("trainer.v1.trainer_mode=separate_async", "trainer.v1.trainer_mode"),
     ("trainer.v1.trainer_mode=colocate_async", "trainer.v1.trainer_mode"),
@@ -116,7 +124,9 @@ def test_all_conflicts_are_one_message(capsys: pytest.CaptureFixture[str]) -> No
         CheckBeforeRay().on_job_start(composed("+qarl=w4a16", *wrong), task_function=None)
     text = capsys.readouterr().err
     assert text.startswith("error: 5 settings cannot be used")
-    assert [key for key in ("lora.r has", *(key for _, key in CONFLICTS[:4])) if key not in text] == []
+    assert [
+        key for key in ("lora.r has", *(key for _, key in CONFLICTS[:4])) if key not in text
+    ] == []
     assert text.count("fix: ") == 5
 
 
@@ -129,7 +139,9 @@ def test_adapters_are_four_conflicts_at_once_and_the_command_of_the_docs_has_non
         if "quant.lora=" in block
     )
     words = shlex.split(command.replace("\\\n", " "))
-    overrides = [word for word in words if "=" in word and "..." not in word and "searchpath" not in word]
+    overrides = [
+        word for word in words if "=" in word and "..." not in word and "searchpath" not in word
+    ]
     config = composed(*overrides)
     assert composed_errors(config) == []
     assert config.actor_rollout_ref.actor.fsdp_config.quant.lora.r == 32
@@ -137,7 +149,9 @@ def test_adapters_are_four_conflicts_at_once_and_the_command_of_the_docs_has_non
 
 def test_w4a8_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        CheckBeforeRay().on_job_start(composed("+qarl=w4a16", f"{QUANT}.scheme=w4a8"), task_function=None)
+        CheckBeforeRay().on_job_start(
+            composed("+qarl=w4a16", f"{QUANT}.scheme=w4a8"), task_function=None
+        )
     text = capsys.readouterr().err
     assert text.startswith("error: QaRL's actor for verl does not support w4a8")
     assert "Instantiation" not in text

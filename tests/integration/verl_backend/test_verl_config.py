@@ -24,7 +24,10 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
-from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from verl.utils.torch_functional import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+)
 from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.engine_workers import TrainingWorker
 
@@ -38,7 +41,9 @@ from qarl.verl.run import dry_run, verl_config
 pytestmark = pytest.mark.usefixtures("own_environment")
 
 VERL_CONFIGS = sorted(
-    path.name for path in (ROOT / "configs").glob("*.yaml") if yaml.safe_load(path.read_text()).get("backend") == "verl"
+    path.name
+    for path in (ROOT / "configs").glob("*.yaml")
+    if yaml.safe_load(path.read_text()).get("backend") == "verl"
 )
 
 
@@ -47,7 +52,10 @@ VERL_CONFIGS = sorted(
 def test_shipped_configs_resolve_against_verls_schema(name, on_cpu):
     resolved = verl_config(load_config([f"config={name}"]), on_cpu=on_cpu)
     assert resolved.actor_rollout_ref.actor.policy_loss.loss_mode == "tbpo"
-    assert resolved.actor_rollout_ref.actor.use_kl_loss is False and resolved.algorithm.use_kl_in_reward is False
+    assert (
+        resolved.actor_rollout_ref.actor.use_kl_loss is False
+        and resolved.algorithm.use_kl_in_reward is False
+    )
 
 
 def test_workers_get_the_environment_where_ray_runs_already(monkeypatch):
@@ -58,16 +66,25 @@ def test_workers_get_the_environment_where_ray_runs_already(monkeypatch):
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
     config = quickstart()
     resolved = verl_config(config, on_cpu=True)
-    merged = OmegaConf.merge(get_ppo_ray_runtime_env(resolved), resolved.ray_kwargs.ray_init.runtime_env)
+    merged = OmegaConf.merge(
+        get_ppo_ray_runtime_env(resolved), resolved.ray_kwargs.ray_init.runtime_env
+    )
     variables = OmegaConf.to_container(merged, resolve=True)["env_vars"]
     assert variables["VERL_FILE_LOGGER_PATH"] == str((config.run_dir / "verl.jsonl").resolve())
     assert variables["VERL_PLATFORM"] == "cpu" and variables["OMP_NUM_THREADS"] == "1"
     assert variables["VLLM_CPU_ATTN_SPLIT_KV"] == "1"  # the user's
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in variables  # verl's
     assert all(isinstance(value, str) for value in variables.values())
-    mine = verl_config(quickstart(verl={"+ray_kwargs.ray_init.runtime_env.env_vars.NCCL_ALGO": "Ring"}), on_cpu=False)
+    mine = verl_config(
+        quickstart(verl={"+ray_kwargs.ray_init.runtime_env.env_vars.NCCL_ALGO": "Ring"}),
+        on_cpu=False,
+    )
     variables = mine.ray_kwargs.ray_init.runtime_env.env_vars
-    assert variables.NCCL_ALGO == "Ring" and "VERL_FILE_LOGGER_PATH" in variables and "VERL_PLATFORM" not in variables
+    assert (
+        variables.NCCL_ALGO == "Ring"
+        and "VERL_FILE_LOGGER_PATH" in variables
+        and "VERL_PLATFORM" not in variables
+    )
 
 
 def test_threads_are_shared_on_a_cpu_and_rays_own_on_gpus(monkeypatch):
@@ -87,13 +104,19 @@ def test_a_dry_run_says_that_the_level_falls_back(workers, startable_run):
 
 
 def test_keys_of_verls_own_are_passed_on_and_unknown_ones_are_not():
-    nested = {"actor_rollout_ref": {"rollout": {"ignore_eos": True}}, "+trainer.extra": 1, "trainer.val_only": True}
+    nested = {
+        "actor_rollout_ref": {"rollout": {"ignore_eos": True}},
+        "+trainer.extra": 1,
+        "trainer.val_only": True,
+    }
     resolved = verl_config(quickstart(verl=nested), on_cpu=True)
     assert resolved.actor_rollout_ref.rollout.ignore_eos is True
     assert resolved.trainer.extra == 1 and resolved.trainer.val_only is True
     with pytest.raises(UserError, match=r"verl\.trainer\.total_step"):
         verl_config(quickstart(verl={"trainer.total_step": 1}), on_cpu=True)
-    on_command_line = load_config(["config=quickstart_verl.yaml", "verl.actor_rollout_ref.rollout.top_k=40"])
+    on_command_line = load_config(
+        ["config=quickstart_verl.yaml", "verl.actor_rollout_ref.rollout.top_k=40"]
+    )
     assert on_command_line.verl == {"actor_rollout_ref.rollout.top_k": 40}
     with pytest.raises(UserError, match="backend=local does not use"):
         load_config(["config=quickstart.yaml", "verl.trainer.val_only=true"])
@@ -130,7 +153,9 @@ UNEXPORTED = [
 def test_keys_of_the_section_verl_that_qarl_cannot_use_are_refused_by_name(key, value):
     with pytest.raises(UserError, match="cannot be used") as caught:
         verl_config(quickstart(verl={key: value}), on_cpu=True)
-    assert caught.value.where.endswith(key.removeprefix("+").replace("fsdp_config.ulysses", "ulysses"))
+    assert caught.value.where.endswith(
+        key.removeprefix("+").replace("fsdp_config.ulysses", "ulysses")
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,15 +174,21 @@ def test_what_qarl_can_use_is_not_refused(verl, more):
 def test_what_qarl_has_a_key_for_is_not_set_in_the_section_verl(key):
     """What QaRL checked, and the steps by which it tells a finished run, would be those of another run."""
     composed = verl_config(quickstart(), on_cpu=True)
-    assert OmegaConf.select(composed, key, throw_on_missing=True) is not None or key.endswith("path")
+    assert OmegaConf.select(composed, key, throw_on_missing=True) is not None or key.endswith(
+        "path"
+    )
     for sign in ("", "+"):
         with pytest.raises(UserError, match="but QaRL has its own keys for that") as caught:
-            verl_config(quickstart(verl={f"{sign}{key}": OmegaConf.select(composed, key)}), on_cpu=True)
+            verl_config(
+                quickstart(verl={f"{sign}{key}": OmegaConf.select(composed, key)}), on_cpu=True
+            )
         assert caught.value.where == f"verl.{sign}{key}" and OWN_KEYS[key] in caught.value.fix
     assert OWN_KEYS[key] in describe_keys()
 
 
-@pytest.mark.parametrize("key", ["algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups"])
+@pytest.mark.parametrize(
+    "key", ["algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups"]
+)
 def test_what_verls_sampler_alone_can_do_leaves_it_in_place(key):
     sampler = verl_config(quickstart(), on_cpu=True).trainer.v1.sampler
     assert sampler.custom_sampler.name == "PromptReplayBuffer"
@@ -174,7 +205,9 @@ def test_what_verls_own_checks_say_is_an_error_of_ours():
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_learning_rates_are_those_of_the_local_backend(schedule, warmup):
     lowest = {"optim.min_lr_ratio": 0.1} if schedule == "cosine" else {}
-    config = quickstart(**{"optim.lr_scheduler_type": schedule, "optim.lr_warmup_steps": warmup, **lowest})
+    config = quickstart(
+        **{"optim.lr_scheduler_type": schedule, "optim.lr_warmup_steps": warmup, **lowest}
+    )
     keys = verl_keys(config, True)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     steps, optim = keys["trainer.total_training_steps"], "actor_rollout_ref.actor.optim"
@@ -183,16 +216,24 @@ def test_learning_rates_are_those_of_the_local_backend(schedule, warmup):
     if schedule == "cosine":
         scheduler = get_cosine_schedule_with_warmup(optimizer, warmup_steps, steps, ratio)
     for step in range(steps):
-        assert scheduler.get_last_lr()[0] == pytest.approx(lr_scale(step, config.optim, steps), rel=1e-12)
+        assert scheduler.get_last_lr()[0] == pytest.approx(
+            lr_scale(step, config.optim, steps), rel=1e-12
+        )
         optimizer.step()
         scheduler.step()
-    assert lr_scale(steps + 5, config.optim, steps) == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    assert lr_scale(steps + 5, config.optim, steps) == pytest.approx(
+        1.0 if schedule == "constant" else 0.1
+    )
 
 
 def test_reward_functions_are_found_by_verl():
     from verl.trainer.ppo.reward import get_custom_reward_fn
 
-    for function in ("arithmetic", "qarl.data.rewards:arithmetic", f"{ROOT}/qarl/data/rewards.py:arithmetic"):
+    for function in (
+        "arithmetic",
+        "qarl.data.rewards:arithmetic",
+        f"{ROOT}/qarl/data/rewards.py:arithmetic",
+    ):
         resolved = verl_config(quickstart(**{"reward.function": function}), on_cpu=True)
         reward = get_custom_reward_fn(resolved)
         arguments = {"data_source": "x", "ground_truth": "12", "extra_info": {}}
@@ -223,7 +264,9 @@ def test_engines_on_gpus_compile_where_the_trainer_follows_none_of_their_operato
 def test_engines_capture_graphs_unless_they_are_eager():
     for asked, on_cpu in ((None, False), (False, False), (True, False), (None, True)):
         wanted = None if asked or on_cpu else GRAPHS
-        resolved = verl_config(quickstart(**{"rollout.enforce_eager": asked}), on_cpu=on_cpu).actor_rollout_ref
+        resolved = verl_config(
+            quickstart(**{"rollout.enforce_eager": asked}), on_cpu=on_cpu
+        ).actor_rollout_ref
         rollout = resolved.rollout
         assert rollout.engine_kwargs.vllm.get("compilation_config") == wanted
         assert rollout.enforce_eager is (wanted is None)
@@ -240,11 +283,15 @@ def test_engines_on_gpus_have_one_split_only_where_the_trainer_follows_it(tmp_pa
 
     assert one_split()
     assert not one_split(**{"trainer.n_gpus_per_node": 2, "rollout.tensor_model_parallel_size": 2})
-    assert not one_split(**{"model.path": str(save_random_model(tmp_path, "qwen3_moe")), "quant.group_size": 32})
+    assert not one_split(
+        **{"model.path": str(save_random_model(tmp_path, "qwen3_moe")), "quant.group_size": 32}
+    )
     assert one_split(**{"model.path": str(tmp_path / "missing")}), "the checks of a run refuse it"
     for capability, level in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda capability=capability: capability
+        )
         assert one_split() is level
 
 
@@ -257,7 +304,10 @@ SIZES = {
     "actor.ppo_micro_batch_size_per_gpu": (1, 3, 4),
     "actor.log_prob_micro_batch_size_per_gpu": (2, 9),
 }
-VERLS = {key: f"actor_rollout_ref.{key}" if key.startswith(("actor", "rollout")) else key for key in SIZES}
+VERLS = {
+    key: f"actor_rollout_ref.{key}" if key.startswith(("actor", "rollout")) else key
+    for key in SIZES
+}
 VERLS["actor.log_prob_micro_batch_size_per_gpu"] = f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"
 
 
@@ -306,7 +356,9 @@ def stand_in(ranks: int, micro: int) -> Any:
         is_mp_src_rank_with_outputs=lambda: False,
     )
     profiler = SimpleNamespace(step=lambda: None)
-    return SimpleNamespace(engine=engine, profiler=profiler, train_batch=lambda data: micro_batches(data, micro))
+    return SimpleNamespace(
+        engine=engine, profiler=profiler, train_batch=lambda data: micro_batches(data, micro)
+    )
 
 
 def test_the_check_is_verls_own_rule() -> None:
@@ -342,8 +394,18 @@ REFERENCE_TOKENS = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
         ({LOG_PROBS: 36, MICRO: 16}, {VERLS[MINI]: 8}, LOG_PROBS, ["rank's 128 responses"]),
         ({}, KL | {REFERENCE: 7}, f"verl.{REFERENCE}", ["rank's 96 responses"]),
         ({}, {VERLS[MICRO]: "many"}, f"verl.{VERLS[MICRO]}", ["whole number above 0"]),
-        ({}, BY_TOKENS | {TOKENS: 111}, f"verl.{TOKENS}", ["a row of 112 tokens", "to 112 or more"]),
-        ({}, BY_TOKENS | KL | {REFERENCE_TOKENS: 100}, f"verl.{REFERENCE_TOKENS}", ["does not hold"]),
+        (
+            {},
+            BY_TOKENS | {TOKENS: 111},
+            f"verl.{TOKENS}",
+            ["a row of 112 tokens", "to 112 or more"],
+        ),
+        (
+            {},
+            BY_TOKENS | KL | {REFERENCE_TOKENS: 100},
+            f"verl.{REFERENCE_TOKENS}",
+            ["does not hold"],
+        ),
     ],
 )
 def test_a_refusal_names_the_key_as_it_was_written(
@@ -363,7 +425,10 @@ def test_a_refusal_names_the_key_as_it_was_written(
         ({}, BY_TOKENS | {TOKENS: 112, REFERENCE_TOKENS: 100}),
         (
             {LOG_PROBS: 36},
-            {"algorithm.rollout_correction.bypass_mode": True, f"{ACTOR}.policy_loss.loss_mode": "gspo"},
+            {
+                "algorithm.rollout_correction.bypass_mode": True,
+                f"{ACTOR}.policy_loss.loss_mode": "gspo",
+            },
         ),
     ],
 )

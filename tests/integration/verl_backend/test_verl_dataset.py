@@ -70,7 +70,10 @@ def rewarded(config: Any, tokenizer: Any, file: str, response: list[int]) -> lis
     dataset = create_rl_dataset([file], config.data, tokenizer, None)
     batch = tu.get_tensordict(collate_fn([dataset[i] for i in range(len(dataset))]))
     batch = pickle.loads(pickle.dumps(batch))
-    seen = Path(config.reward.custom_reward_function.reward_kwargs.function.removesuffix(":record") + ".seen")
+    seen = Path(
+        config.reward.custom_reward_function.reward_kwargs.function.removesuffix(":record")
+        + ".seen"
+    )
     seen.unlink(missing_ok=True)
 
     async def score() -> None:
@@ -89,10 +92,14 @@ def one_response(fields: dict[str, Any], response: list[int]) -> DataProto:
     ids = torch.tensor([response])
     tensors = TensorDict({"responses": ids, "attention_mask": torch.ones_like(ids)}, batch_size=1)
     extra = {"__num_turns__": np.array([2]), "tool_extra_fields": np.array([{}], dtype=object)}
-    return DataProto(batch=tensors, non_tensor_batch={k: np.array([v]) for k, v in fields.items()} | extra)
+    return DataProto(
+        batch=tensors, non_tensor_batch={k: np.array([v]) for k, v in fields.items()} | extra
+    )
 
 
-def test_a_reward_gets_the_values_of_the_file(tmp_path: Path, tokenizer: Any, composed: Any) -> None:
+def test_a_reward_gets_the_values_of_the_file(
+    tmp_path: Path, tokenizer: Any, composed: Any
+) -> None:
     """One test for all values, because verl's config takes a second."""
     cases = [(name, suffix, *TABLE[name]) for name in TABLE for suffix in (".jsonl", ".parquet")]
     cases += [(name, ".jsonl", values, values) for name, values in JSON.items()]
@@ -121,7 +128,10 @@ def test_special_tokens_of_a_response(tmp_path: Path, tokenizer: Any, keep: bool
 def test_files_with_different_columns(tmp_path: Path, tokenizer: Any, composed: Any) -> None:
     """verl cannot join such files; locally each is read alone."""
     plain = [row(f"t{i}") for i in range(3)]
-    more = [row("t9") | {"__rollout_n__": 4, "extra_info": {"level": "5"}}, row("t8") | {"__rollout_n__": None}]
+    more = [
+        row("t9") | {"__rollout_n__": 4, "extra_info": {"level": "5"}},
+        row("t8") | {"__rollout_n__": None},
+    ]
     files = [write_rows(tmp_path / "a.parquet", plain), write_rows(tmp_path / "b.jsonl", more)]
     dataset = create_rl_dataset(files, composed.data, tokenizer, None)
     assert collated(dataset, "__rollout_n__") == [1, 1, 1, 4, 1]
@@ -133,13 +143,21 @@ def collated(dataset: Any, column: str) -> list[Any]:
     return list(collate_fn([dataset[i] for i in range(len(dataset))])[column])
 
 
-def test_rows_are_chosen_and_filtered_as_by_verl(tmp_path: Path, tokenizer: Any, composed: Any) -> None:
+def test_rows_are_chosen_and_filtered_as_by_verl(
+    tmp_path: Path, tokenizer: Any, composed: Any
+) -> None:
     rows = [row(" ".join(["t5"] * (1 + i % 4)) + f" t{i}") for i in range(12)]
     file = write_rows(tmp_path / "x.parquet", rows)
-    lengths = [len(prompt.prompt_token_ids) for prompt in load_prompts(file, tokenizer=tokenizer, max_prompt_length=99)]
+    lengths = [
+        len(prompt.prompt_token_ids)
+        for prompt in load_prompts(file, tokenizer=tokenizer, max_prompt_length=99)
+    ]
     composed.data.filter_overlong_prompts = True
     composed.data.max_prompt_length = max(lengths) - 1
-    for key, value in {"cache_dir": str(tmp_path / "cache"), "filter_overlong_prompts_workers": None}.items():
+    for key, value in {
+        "cache_dir": str(tmp_path / "cache"),
+        "filter_overlong_prompts_workers": None,
+    }.items():
         OmegaConf.update(composed, f"data.{key}", value, force_add=True)
     for limit, shuffle in ((-1, True), (3, True), (3, False), (20, False)):
         composed.data.shuffle = shuffle
@@ -150,7 +168,9 @@ def test_rows_are_chosen_and_filtered_as_by_verl(tmp_path: Path, tokenizer: Any,
         assert "dataframe" not in vars(pickle.loads(pickle.dumps(ours)))
 
 
-def test_a_file_that_was_damaged_after_the_checks(tmp_path: Path, tokenizer: Any, composed: Any) -> None:
+def test_a_file_that_was_damaged_after_the_checks(
+    tmp_path: Path, tokenizer: Any, composed: Any
+) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text("{")
     with pytest.raises(UserError, match="cannot read the data file"):
@@ -169,4 +189,6 @@ def test_damaged_files(tmp_path: Path, name: str) -> None:
         return
     with pytest.raises(UserError) as refusal:
         Rows.read([path])
-    assert all(any(either in str(refusal.value) for either in word.split("|")) for word in words or [])
+    assert all(
+        any(either in str(refusal.value) for either in word.split("|")) for word in words or []
+    )

@@ -16,7 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from ends import BOOM, SOURCES, STEPS, End, cells, check_end, expected_accuracies, restored_limit, write_run
+from ends import (
+    BOOM,
+    SOURCES,
+    STEPS,
+    End,
+    cells,
+    check_end,
+    expected_accuracies,
+    restored_limit,
+    write_run,
+)
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("verl")
@@ -37,7 +47,10 @@ class RunPPO:
     checkpoint; `after`: after it, before its evaluation."""
 
     def __init__(
-        self, shape: str, at_step: Callable[[int], None] | None = None, after: Callable[[int], None] | None = None
+        self,
+        shape: str,
+        at_step: Callable[[int], None] | None = None,
+        after: Callable[[int], None] | None = None,
     ) -> None:
         self.shape, self.at_step, self.after = shape, at_step or ignore, after or ignore
 
@@ -50,7 +63,11 @@ class RunPPO:
             logger.log(self.evaluation(), start)
         for step in range(start + 1, trainer.total_training_steps + 1):
             last = step == trainer.total_training_steps
-            metrics = {"timing_s/step": 1.0, "actor/mismatch/k3": float("nan"), "critic/score/mean": 0.5}
+            metrics = {
+                "timing_s/step": 1.0,
+                "actor/mismatch/k3": float("nan"),
+                "critic/score/mean": 0.5,
+            }
             self.at_step(step)
             if trainer.save_freq > 0 and (last or step % trainer.save_freq == 0):
                 save(config, step)
@@ -62,14 +79,19 @@ class RunPPO:
 
     def evaluation(self) -> dict[str, Any]:
         sources = SOURCES if self.shape == "several sources" else {"test": 2}
-        rows = [(source, f"{source} {row}") for source, count in sources.items() for row in range(count)]
+        rows = [
+            (source, f"{source} {row}") for source, count in sources.items() for row in range(count)
+        ]
         rows = [row for row in rows for _ in range(4 if self.shape == "four answers" else 1)]
         rewards = [0.5 if source else 1.0 for source, _ in rows]
         if self.shape == "not a number":
             rewards[0] = float("nan")
         trainer = object.__new__(QaRLTrainerSync)
         return trainer._val_metrics_update(
-            [source for source, _ in rows], [prompt for _, prompt in rows], {"reward": rewards}, [2] * len(rows)
+            [source for source, _ in rows],
+            [prompt for _, prompt in rows],
+            {"reward": rewards},
+            [2] * len(rows),
         )
 
 
@@ -113,7 +135,9 @@ MEMORY = (
     "(actor ID: 2e, name=WorkerDict.__init__, pid=42) was running was 22.9GB / 23.0GB (0.99), which exceeds the memory "
     "usage threshold of 0.95.\nRefer to the documentation on how to address the out of memory issue."
 )
-NO_REWARD = UserError("the reward failed", where="score", why="LookupError: no verdict", fix="make it return a score")
+NO_REWARD = UserError(
+    "the reward failed", where="score", why="LookupError: no verdict", fix="make it return a score"
+)
 DEAD = "a process of the verl run died"
 EARLY = "the run ended after step 1 of 3, before the checkpoint of its last step"
 ENDS: dict[str, tuple[Callable[[], dict[str, Callable[[int], None]]], End]] = {
@@ -124,7 +148,13 @@ ENDS: dict[str, tuple[Callable[[], dict[str, Callable[[int], None]]], End]] = {
     ),
     "an error of the reward": (
         lambda: {"at_step": at(2, fail(of_task(NO_REWARD)))},
-        End(2, said="LookupError: no verdict", failed="the reward failed", export=False, not_exported=EARLY),
+        End(
+            2,
+            said="LookupError: no verdict",
+            failed="the reward failed",
+            export=False,
+            not_exported=EARLY,
+        ),
     ),
     "an error after the last checkpoint": (
         lambda: {"after": at(STEPS, fail(of_task(NO_REWARD)))},
@@ -146,7 +176,9 @@ ENDS: dict[str, tuple[Callable[[], dict[str, Callable[[int], None]]], End]] = {
 
 
 @pytest.fixture
-def train(startable_run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+def train(
+    startable_run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Any:
     """`qarl train` of a run with a shape of evaluation and a stand-in. Returns the exit code and what it printed."""
     monkeypatch.setattr("qarl.verl.run.runs_on_cpu", lambda backend: True)
 
@@ -174,9 +206,17 @@ def test_every_end_with_every_shape_of_evaluation(train, name, shape):
         assert "there is no export: the run ended after step 1 of 3" in printed
 
 
-@pytest.mark.parametrize("saved", [False, True], ids=["no checkpoint before", "a checkpoint before"])
+@pytest.mark.parametrize(
+    "saved", [False, True], ids=["no checkpoint before", "a checkpoint before"]
+)
 def test_an_export_onto_a_full_disk_says_what_there_is_and_a_resume_makes_it(train, saved):
-    end = End(2, said="could not be exported", failed="could not be exported", export=False, not_exported="too large")
+    end = End(
+        2,
+        said="could not be exported",
+        failed="could not be exported",
+        export=False,
+        not_exported="too large",
+    )
     with restored_limit() as fill_the_disk:
         code, printed = train("one source", RunPPO("one source", after=at(STEPS, fill_the_disk)))
     check_end(RUN, end, "one source", code, printed)
@@ -210,11 +250,17 @@ def test_lost_metrics_keep_no_export_from_being_written(train, lost):
     assert said in printed[printed.rindex("\nerror: ") :].splitlines()[1], printed
     assert (RUN / "export" / "model.safetensors").is_file()
     summary = json.loads((RUN / "summary.json").read_text())
-    assert summary["finished"] is True and summary["steps"] in (0, STEPS - 1, STEPS) and summary["failed"]
+    assert (
+        summary["finished"] is True
+        and summary["steps"] in (0, STEPS - 1, STEPS)
+        and summary["failed"]
+    )
 
 
 @pytest.mark.parametrize("broken", ["summarize", "plot_run", "write_report", "read_metrics"])
-def test_an_error_of_the_words_hides_no_cause_and_keeps_no_export_from_being_written(train, monkeypatch, broken):
+def test_an_error_of_the_words_hides_no_cause_and_keeps_no_export_from_being_written(
+    train, monkeypatch, broken
+):
     def fail_here(*arguments: Any) -> None:
         raise KeyError("a bug in the words")
 
@@ -233,18 +279,31 @@ def test_a_metric_that_is_no_number_stays_one_and_verls_names_of_all_sources_are
     assert entries[1]["mismatch/k3"] != entries[1]["mismatch/k3"], "orjson writes NaN as null"
     others = {name: value for name, value in entries[0].items() if name.startswith("val-")}
     ours = {name: value for name, value in entries[0].items() if name.startswith("val/")}
-    assert {name: value for name, value in our_names(others).items() if name.startswith("val/")} == ours
+    assert {
+        name: value for name, value in our_names(others).items() if name.startswith("val/")
+    } == ours
     expected = expected_accuracies("several sources")
-    assert ours["val/accuracy"] == pytest.approx(expected["accuracy_after"]) and len(ours) == len(expected)
+    assert ours["val/accuracy"] == pytest.approx(expected["accuracy_after"]) and len(ours) == len(
+        expected
+    )
 
 
-VALUES = {"null": None, "NaN": float("nan"), "text": "nan", "infinite": "-Infinity", "words": "no number", "list": [1]}
+VALUES = {
+    "null": None,
+    "NaN": float("nan"),
+    "text": "nan",
+    "infinite": "-Infinity",
+    "words": "no number",
+    "list": [1],
+}
 
 
 def test_values_of_verls_log():
     names = our_names(VALUES)
     assert list(names) == ["null", "NaN", "text", "infinite"]
-    assert names.pop("infinite") == float("-inf") and all(value != value for value in names.values())
+    assert names.pop("infinite") == float("-inf") and all(
+        value != value for value in names.values()
+    )
 
 
 def test_verls_own_figures_without_qarls_trainer():
@@ -254,14 +313,25 @@ def test_verls_own_figures_without_qarls_trainer():
         "val-core/b/acc/mean@1/reward/mean@1": 0.75, "val-core/a/acc/best@4/mean": 1.0,
     }  # fmt: skip
     ours = our_names(verls)
-    assert (ours["val/accuracy/a"], ours["val/accuracy/b/acc/mean@1"], ours["val/accuracy"]) == (0.25, 0.75, 0.5)
+    assert (ours["val/accuracy/a"], ours["val/accuracy/b/acc/mean@1"], ours["val/accuracy"]) == (
+        0.25,
+        0.75,
+        0.5,
+    )
 
 
 def test_the_figure_of_a_response_is_its_accuracy_where_the_reward_returns_one():
-    infos = {"reward": [5.0, 6.0, 7.0, 8.0], "acc": [True, None, None, 0.5], "pred": ["x", None, None, "y"]}
+    infos = {
+        "reward": [5.0, 6.0, 7.0, 8.0],
+        "acc": [True, None, None, 0.5],
+        "pred": ["x", None, None, "y"],
+    }
     assert answer_figures(["a", "a", "b", "a"], infos) == [1.0, 0.0, 7.0, 0.5]
     assert answer_figures(["a", "b"], {"reward": [5.0, 6.0]}) == [5.0, 6.0]
-    assert answer_figures(["a", "b"], {"reward": [5.0, 6.0], "acc": ["right", "wrong"]}) == [5.0, 6.0]
+    assert answer_figures(["a", "b"], {"reward": [5.0, 6.0], "acc": ["right", "wrong"]}) == [
+        5.0,
+        6.0,
+    ]
 
 
 GPU_FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -274,11 +344,19 @@ KILLED_FOR_MEMORY = """The actor died.
 The actor is dead because its worker process has died. Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: Task was
 killed due to the node running low on memory."""
 FULL = {
-    "killed by Ray": (ray.exceptions.OutOfMemoryError(MEMORY), "Ray has killed", "rollout.cpu_kvcache_space_gib"),
+    "killed by Ray": (
+        ray.exceptions.OutOfMemoryError(MEMORY),
+        "Ray has killed",
+        "rollout.cpu_kvcache_space_gib",
+    ),
     "Python's": (MemoryError(), "has run out of memory", "rollout.cpu_kvcache_space_gib"),
     "a GPU's": (GPU_FULL, "has run out of memory", "micro-batches"),
     "PyTorch's on a CPU": (CPU_FULL, "has run out of memory", "qarl doctor"),
-    "Ray's start": (Exception("The current node timed out during startup."), "could not be started", "/tmp/ray"),
+    "Ray's start": (
+        Exception("The current node timed out during startup."),
+        "could not be started",
+        "/tmp/ray",
+    ),
     "the disk": (ray.exceptions.OutOfDiskError("full"), "the disk is full", "/tmp/ray"),
     "the store": (ray.exceptions.ObjectStoreFullError("full"), "object store is full", "/dev/shm"),
     "a worker": (ray.exceptions.WorkerCrashedError(), DEAD, "run the same command again"),
@@ -317,5 +395,7 @@ def test_an_actor_that_ray_killed_for_its_memory_is_not_only_dead(tmp_path):
     died = ray.exceptions.ActorDiedError()
     died.error_msg = KILLED_FOR_MEMORY
     named = as_user_error(of_task(died), tmp_path)
-    assert named is not None and "out of memory" in named.what and "WorkerDict" in (named.where or "")
+    assert (
+        named is not None and "out of memory" in named.what and "WorkerDict" in (named.where or "")
+    )
     assert as_user_error(of_task(RuntimeError("shapes differ")), tmp_path) is None

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from cpu_features import needs_w4a16_cpu
-from fsdp_ranks import BANDS, QUANT, assert_same_gradients, local_update, make_rows, run_engine, short_rows
+from fsdp_ranks import (
+    BANDS,
+    QUANT,
+    assert_same_gradients,
+    local_update,
+    make_rows,
+    run_engine,
+    short_rows,
+)
 from random_models import save_random_model
 
 pytest.importorskip("verl")
@@ -108,7 +116,9 @@ def test_without_learning_the_ratio_stays_one_though_batches_differ(results, wor
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_checkpoint_brings_back_what_was_published(results, world):
     outcome = results[world][3]
-    assert not torch.equal(outcome["changed"]["model.norm.weight"], outcome["published"]["model.norm.weight"])
+    assert not torch.equal(
+        outcome["changed"]["model.norm.weight"], outcome["published"]["model.norm.weight"]
+    )
     assert outcome["loaded"].keys() == outcome["published"].keys()
     for name, tensor in outcome["published"].items():
         assert torch.equal(outcome["loaded"][name], tensor), name
@@ -124,9 +134,15 @@ def test_the_version_counts_training_steps_and_comes_back_with_a_checkpoint(resu
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     ("file", "entry"),
-    [("model", "model.model.norm.weight"), ("extra_state", "rng.cpu"), ("optim", "optimizer.0.exp_avg")],
+    [
+        ("model", "model.model.norm.weight"),
+        ("extra_state", "rng.cpu"),
+        ("optim", "optimizer.0.exp_avg"),
+    ],
 )
-def test_a_checkpoint_with_a_wrong_file_is_refused_with_the_entrys_name(results, world, file, entry):
+def test_a_checkpoint_with_a_wrong_file_is_refused_with_the_entrys_name(
+    results, world, file, entry
+):
     """One bit of one weight; a random-number generator one number further on; one moment."""
     assert entry in results[world][3][f"damaged_{file}"]
 
@@ -154,7 +170,9 @@ def test_offloading_changes_no_bit_of_an_8_bit_scheme(results):
     assert any(tensor.dtype == torch.float8_e4m3fn for tensor in published.values())
     assert offloaded["published"].keys() == published.keys()
     for name, tensor in published.items():
-        assert torch.equal(offloaded["published"][name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert torch.equal(
+            offloaded["published"][name].view(torch.uint8), tensor.view(torch.uint8)
+        ), name
 
 
 def test_packed_rows_give_the_loss_of_padded_ones(results):

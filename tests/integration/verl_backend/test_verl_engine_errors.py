@@ -26,7 +26,12 @@ from qarl.verl.forward import RouterReplay, log_softmax_of_chosen
 from qarl.verl.fsdp_engine import QaRLFSDPEngine, register
 from qarl.verl.step_measurements import TrainingStep
 
-MODEL = {"lora_rank": 0, "use_fused_kernels": False, "use_liger": False, "enable_activation_offload": False}
+MODEL = {
+    "lora_rank": 0,
+    "use_fused_kernels": False,
+    "use_liger": False,
+    "enable_activation_offload": False,
+}
 
 
 def quantized_engine() -> QaRLFSDPEngine:
@@ -51,7 +56,11 @@ def test_an_actor_refuses_a_gpu_that_cannot_compute_its_scheme(monkeypatch, sche
 def test_logits_are_fp32_and_those_without_a_token_take_no_probability(monkeypatch):
     seen = []
     monkeypatch.setattr(plugin_engine.forward, "log_softmax_of_chosen", lambda *arguments: None)
-    monkeypatch.setattr(FSDPEngineWithLMHead, "prepare_model_outputs", lambda *rest: seen.append(rest[1].logits) or {})
+    monkeypatch.setattr(
+        FSDPEngineWithLMHead,
+        "prepare_model_outputs",
+        lambda *rest: seen.append(rest[1].logits) or {},
+    )
     engine = quantized_engine()
     engine.model_config = SimpleNamespace(tokenizer=range(6))
     output = SimpleNamespace(logits=torch.zeros(1, 3, 8, dtype=torch.bfloat16))
@@ -68,26 +77,49 @@ def test_log_probs_have_the_bits_of_the_local_backends(packed, temperature):
     random = torch.Generator().manual_seed(0)
     lengths = torch.tensor([5, 9, 2])
     total = int(lengths.sum())
-    tokens, logits = torch.randint(64, (total,), generator=random), 5 * torch.randn(total, 64, generator=random)
+    tokens, logits = (
+        torch.randint(64, (total,), generator=random),
+        5 * torch.randn(total, 64, generator=random),
+    )
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    micro_batch = tu.get_tensordict({"input_ids": torch.nested.nested_tensor_from_jagged(tokens, offsets)}, {})
+    micro_batch = tu.get_tensordict(
+        {"input_ids": torch.nested.nested_tensor_from_jagged(tokens, offsets)}, {}
+    )
     tu.assign_non_tensor(micro_batch, use_remove_padding=packed)
     each = temperature if isinstance(temperature, torch.Tensor) else torch.full((3,), temperature)
-    output_args = {"input_ids_rmpad_rolled": tokens, "temperature": each, "temperature_is_one": bool((each == 1).all())}
+    output_args = {
+        "input_ids_rmpad_rolled": tokens,
+        "temperature": each,
+        "temperature_is_one": bool((each == 1).all()),
+    }
     if packed:
-        verl_logits = torch.cat([logits, torch.zeros(3, 64)])[None]  # three places that fill the packed row up
-        output_args |= {"pad_size": 3, "temperature_rmpad": torch.cat([each.repeat_interleave(lengths), torch.ones(3)])}
-        output_args["input_ids_rmpad_rolled"] = torch.cat([tokens, torch.zeros(3, dtype=torch.int64)])
+        verl_logits = torch.cat([logits, torch.zeros(3, 64)])[
+            None
+        ]  # three places that fill the packed row up
+        output_args |= {
+            "pad_size": 3,
+            "temperature_rmpad": torch.cat([each.repeat_interleave(lengths), torch.ones(3)]),
+        }
+        output_args["input_ids_rmpad_rolled"] = torch.cat(
+            [tokens, torch.zeros(3, dtype=torch.int64)]
+        )
     else:
         verl_logits = torch.nested.nested_tensor_from_jagged(logits, offsets).to_padded_tensor(0.0)
     log_probs = log_softmax_of_chosen(
-        verl_logits, output_args, micro_batch, lambda chosen, pad_size: chosen[: len(chosen) - pad_size]
+        verl_logits,
+        output_args,
+        micro_batch,
+        lambda chosen, pad_size: chosen[: len(chosen) - pad_size],
     )
     expected, verls = [], []
-    for row, labels, divisor in zip(logits.split(lengths.tolist()), tokens.split(lengths.tolist()), each, strict=True):
+    for row, labels, divisor in zip(
+        logits.split(lengths.tolist()), tokens.split(lengths.tolist()), each, strict=True
+    ):
         expected.append(log_probs_of_logits(row, labels, temperature=float(divisor))[0])
         verls.append(logprobs_from_logits_v2(row / divisor, labels))
-    assert torch.equal(log_probs.offsets(), offsets) and torch.equal(log_probs.values(), torch.cat(expected))
+    assert torch.equal(log_probs.offsets(), offsets) and torch.equal(
+        log_probs.values(), torch.cat(expected)
+    )
     assert not torch.equal(torch.cat(verls), torch.cat(expected))
 
 
@@ -103,8 +135,14 @@ def test_an_engine_without_graphs_keeps_the_limit_of_linears(monkeypatch, eager,
     monkeypatch.setattr(FSDPEngineWithLMHead, "_build_module", lambda self: model)
     monkeypatch.setattr(plugin_engine, "get_device_name", lambda: "cuda")
     engine = quantized_engine()
-    engine.quant = QuantFSDPEngineConfig(strategy="fsdp2", quant={"scheme": "bf16", "enforce_eager": eager}).quant
-    engine.model_config, engine.use_remove_padding, engine.rank = SimpleNamespace(tokenizer=range(64)), True, 0
+    engine.quant = QuantFSDPEngineConfig(
+        strategy="fsdp2", quant={"scheme": "bf16", "enforce_eager": eager}
+    ).quant
+    engine.model_config, engine.use_remove_padding, engine.rank = (
+        SimpleNamespace(tokenizer=range(64)),
+        True,
+        0,
+    )
     engine._build_module()
     assert (engine.align, engine.limit_level) == ("model", limit)
 
@@ -129,28 +167,44 @@ ULYSSES, STRATEGY = {"ulysses_sequence_parallel_size": 2}, {"strategy": "fsdp"}
     [
         (True, "cuda", ULYSSES, "ulysses_sequence_parallel_size=2"),
         (False, "cpu", ULYSSES, "ulysses_sequence_parallel_size=2"),
-        (False, "cuda", ULYSSES, None),  # Ulysses exchanges heads only in Flash Attention, which this actor uses
+        (
+            False,
+            "cuda",
+            ULYSSES,
+            None,
+        ),  # Ulysses exchanges heads only in Flash Attention, which this actor uses
         (False, "cpu", STRATEGY, "strategy=fsdp"),
         (False, "cuda", STRATEGY, None),
         (True, "cpu", {"forward_only": True}, "ref.fsdp_config._target_"),
-        (True, "cpu", {"mixed_precision": {"param_dtype": "bf16", "cast": True}}, "mixed_precision"),
+        (
+            True,
+            "cpu",
+            {"mixed_precision": {"param_dtype": "bf16", "cast": True}},
+            "mixed_precision",
+        ),
         (True, "cpu", {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}, None),
     ],
 )
-def test_settings_that_an_engine_refuses_before_it_loads_the_model(monkeypatch, quantized, device, changes, refused):
+def test_settings_that_an_engine_refuses_before_it_loads_the_model(
+    monkeypatch, quantized, device, changes, refused
+):
     monkeypatch.setattr(plugin_engine, "get_device_name", lambda: device)
     monkeypatch.setattr(plugin_config, "get_device_name", lambda: "cpu")
     monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_: None)
     kind = QuantFSDPEngineConfig if quantized else FSDPEngineConfig
     with pytest.raises(UserError, match=refused) if refused else nullcontext():
-        QaRLFSDPEngine(SimpleNamespace(**MODEL), kind(**{"strategy": "fsdp2"} | changes), None, None)
+        QaRLFSDPEngine(
+            SimpleNamespace(**MODEL), kind(**{"strategy": "fsdp2"} | changes), None, None
+        )
 
 
 def test_a_trainer_without_old_log_probs_is_told_what_it_lacks():
     """One that is not verl's own, and calls `train_batch` without asking for log-probs before."""
     mask = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     with pytest.raises(UserError, match="the batch has no old_log_probs"):
-        TrainingStep().begin_mini_batch(tu.get_tensordict({"response_mask": mask, "rollout_log_probs": mask}, {}), None)
+        TrainingStep().begin_mini_batch(
+            tu.get_tensordict({"response_mask": mask, "rollout_log_probs": mask}, {}), None
+        )
 
 
 def test_positions_of_several_axes_are_refused():

@@ -10,7 +10,16 @@ import pytest
 import torch
 import yaml
 from cpu_features import needs_w4a16_cpu
-from fsdp_ranks import BANDS, QUANT, as_batch, assert_same_gradients, load_policy, local_update, make_rows, run_engine
+from fsdp_ranks import (
+    BANDS,
+    QUANT,
+    as_batch,
+    assert_same_gradients,
+    load_policy,
+    local_update,
+    make_rows,
+    run_engine,
+)
 from random_models import save_random_model
 from same_bytes import same_bytes
 
@@ -30,7 +39,9 @@ JOBS = [
     for lr in (0, 0.01)
 ]
 REPLAYED = {"lr": 0, "micro": 1, "log_prob_micro": 2, "remove_padding": True}
-REPLAYED |= {"quant": {"scheme": "w4a16", "group_size": 32, "ignore": ["lm_head"], "align": "linears"}}
+REPLAYED |= {
+    "quant": {"scheme": "w4a16", "group_size": 32, "ignore": ["lm_head"], "align": "linears"}
+}
 RECOMPUTED = [job | {"gradient_checkpointing": True} for job in JOBS[::2]]
 
 
@@ -50,9 +61,15 @@ def routed(model: str, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     policy = load_policy(model)
     with torch.no_grad(), recorded_routing(policy.model) as record:
         exact = policy.response_log_probs(as_batch(rows), slice(0, 8), temperature=1.0)
-    lengths = (rows["prompt_lengths"] + rows["response_mask"].sum(1)).tolist()  # the local backend skips masked tokens
-    experts = torch.nn.utils.rnn.pad_sequence(record.experts()[: sum(lengths)].split(lengths), batch_first=True)
-    experts = torch.nn.functional.pad(experts, (0, 0, 0, 0, 0, rows["input_ids"].shape[1] - experts.shape[1]))
+    lengths = (
+        rows["prompt_lengths"] + rows["response_mask"].sum(1)
+    ).tolist()  # the local backend skips masked tokens
+    experts = torch.nn.utils.rnn.pad_sequence(
+        record.experts()[: sum(lengths)].split(lengths), batch_first=True
+    )
+    experts = torch.nn.functional.pad(
+        experts, (0, 0, 0, 0, 0, rows["input_ids"].shape[1] - experts.shape[1])
+    )
     return rows | {"routed_experts": experts, "rollout_log_probs": exact}
 
 
@@ -64,12 +81,21 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest.fixture(scope="module")
 def results(
-    checkpoints: dict[int, Path], model: str, rows: dict[str, torch.Tensor], routed: dict[str, torch.Tensor]
+    checkpoints: dict[int, Path],
+    model: str,
+    rows: dict[str, torch.Tensor],
+    routed: dict[str, torch.Tensor],
 ) -> dict[int, list[dict[str, Any]]]:
     by_world = {}
     for world, checkpoint in checkpoints.items():
         replays = REPLAYED | {"rows": routed}
-        jobs = [JOBS[0], {**JOBS[1], "checkpoint": str(checkpoint)}, *JOBS[2:], *RECOMPUTED, replays]
+        jobs = [
+            JOBS[0],
+            {**JOBS[1], "checkpoint": str(checkpoint)},
+            *JOBS[2:],
+            *RECOMPUTED,
+            replays,
+        ]
         by_world[world] = run_engine(checkpoint.parent, world, model, rows, jobs)
     return by_world
 
@@ -93,9 +119,13 @@ def test_loss_gradient_and_publish_are_those_of_the_local_backend(
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_gradient_checkpointing_gives_the_same_gradients(results: Any, scheme: str, world: int) -> None:
+def test_gradient_checkpointing_gives_the_same_gradients(
+    results: Any, scheme: str, world: int
+) -> None:
     number = SCHEMES.index(scheme)
-    plain, recomputed = (results[world][job]["gradients"] for job in (2 * number, len(JOBS) + number))
+    plain, recomputed = (
+        results[world][job]["gradients"] for job in (2 * number, len(JOBS) + number)
+    )
     assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
 
 
@@ -103,21 +133,32 @@ def test_gradient_checkpointing_gives_the_same_gradients(results: Any, scheme: s
 def test_micro_batches_of_the_update_replay_their_own_tokens(results: Any, world: int) -> None:
     """The last micro-batch of the pass for old log-probs has another number of tokens."""
     metrics = results[world][-1]["metrics"][0]
-    assert metrics["mismatch/abs_mean"][0] < 0.05 and metrics["mismatch/other_experts_frac"][0] < 0.1
+    assert (
+        metrics["mismatch/abs_mean"][0] < 0.05 and metrics["mismatch/other_experts_frac"][0] < 0.1
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_an_update_publishes_the_new_experts_one_by_one(results: Any, scheme: str, world: int) -> None:
+def test_an_update_publishes_the_new_experts_one_by_one(
+    results: Any, scheme: str, world: int
+) -> None:
     before, after = (results[world][2 * SCHEMES.index(scheme) + i] for i in (0, 1))
     moved = 0
     for name, master in after["masters"].items():
         for _, expert, rows in matrices(name, tuple(master.shape)) if ".experts." in name else ():
             weight = master[expert, rows].bfloat16()
-            wire = {"weight": weight} if scheme == "bf16" else quantize(weight, get_scheme(scheme, 32)).tensors
+            wire = (
+                {"weight": weight}
+                if scheme == "bf16"
+                else quantize(weight, get_scheme(scheme, 32)).tensors
+            )
             for leaf, tensor in wire.items():
                 if leaf != "weight_shape":
-                    new, old = (outcome["published"][f"{name}.{leaf}"][expert, rows] for outcome in (after, before))
+                    new, old = (
+                        outcome["published"][f"{name}.{leaf}"][expert, rows]
+                        for outcome in (after, before)
+                    )
                     assert same_bytes(new, tensor)
                     moved += not same_bytes(old, tensor)
     assert moved > 8
@@ -141,4 +182,6 @@ def test_a_checkpoint_comes_back_and_exports_what_was_published(
     exported = dict(stacked(exported.items()))
     assert exported.keys() == published.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in published.items())
-    assert all(torch.equal(masters[name], master) for name, master in unstacked(outcome["masters"].items()))
+    assert all(
+        torch.equal(masters[name], master) for name, master in unstacked(outcome["masters"].items())
+    )

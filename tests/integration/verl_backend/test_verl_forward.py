@@ -19,7 +19,13 @@ pytest.importorskip("verl")
 
 from verl.utils import tensordict_utils as tu
 
-from qarl.verl.forward import LogProbHead, as_forward, replace_head, request_log_probs, take_log_probs
+from qarl.verl.forward import (
+    LogProbHead,
+    as_forward,
+    replace_head,
+    request_log_probs,
+    take_log_probs,
+)
 
 pytestmark = pytest.mark.verl
 
@@ -27,14 +33,18 @@ LENGTHS, VOCABULARY = (40, 25), 60
 
 
 def load(folder: Path, **changes: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(save_random_model(folder, **changes), dtype=torch.bfloat16)
+    return AutoModelForCausalLM.from_pretrained(
+        save_random_model(folder, **changes), dtype=torch.bfloat16
+    )
 
 
 def packed(**flags: Any) -> tuple[Any, dict[str, Any], torch.Tensor]:
     """verl's micro-batch of two rows, its output arguments, and the packed ids."""
     random = torch.Generator().manual_seed(0)
     rows = [torch.randint(VOCABULARY, (length,), generator=random) for length in LENGTHS]
-    batch = tu.get_tensordict({"input_ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, {})
+    batch = tu.get_tensordict(
+        {"input_ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, {}
+    )
     tu.assign_non_tensor(batch, **{"temperature": 0.7, "calculate_entropy": False} | flags)
     ids = torch.cat(rows)
     arguments = {
@@ -45,7 +55,9 @@ def packed(**flags: Any) -> tuple[Any, dict[str, Any], torch.Tensor]:
     return batch, arguments, ids[None]
 
 
-def outputs(head: LogProbHead | None, model: Any, batch: Any, arguments: Any, ids: torch.Tensor) -> Any:
+def outputs(
+    head: LogProbHead | None, model: Any, batch: Any, arguments: Any, ids: torch.Tensor
+) -> Any:
     request_log_probs(head, batch, arguments)
     output = model(input_ids=ids, use_cache=False)
     return take_log_probs(head, output, batch, arguments, lambda values, pad: values), output.logits
@@ -78,7 +90,9 @@ def test_log_probs_and_gradients_are_those_of_the_logits(
         error = (parameter.grad.float() - gradients[name].float()).abs().max()
         assert float(error) <= 2**-7 * float(gradients[name].abs().max()), name
     assert not head.weight.grad[VOCABULARY:].any()
-    assert outputs(None, model, batch, arguments, ids)[1].shape[-1] == 64  # nothing is asked of the next forward
+    assert (
+        outputs(None, model, batch, arguments, ids)[1].shape[-1] == 64
+    )  # nothing is asked of the next forward
 
 
 def test_entropies_come_with_the_old_log_probs(tmp_path: Path) -> None:
@@ -101,7 +115,11 @@ def test_everything_else_gets_logits(tmp_path: Path) -> None:
     padded = {key: value for key, value in arguments.items() if key != "temperature_rmpad"}
     # With gradients, for the entropies.
     flags = ("calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")
-    for case, options in ((batch, padded), (several, arguments), *((packed(**{f: True})[0], arguments) for f in flags)):
+    for case, options in (
+        (batch, padded),
+        (several, arguments),
+        *((packed(**{f: True})[0], arguments) for f in flags),
+    ):
         request_log_probs(head, case, options)
         assert head.request is None
     request_log_probs(head, batch, arguments)
@@ -154,9 +172,13 @@ def test_the_routing_of_each_position(lengths, shape, places):
         ("qwen3", "off", "on", True, False),
     ],
 )
-def test_servers_return_the_routing_that_is_replayed(tmp_path, family, align, asked, on_cpu, expected):
+def test_servers_return_the_routing_that_is_replayed(
+    tmp_path, family, align, asked, on_cpu, expected
+):
     path = str(save_random_model(tmp_path, family))
-    config = quickstart(**{"model.path": path, "quant.align": align, "rollout.router_replay": asked})
+    config = quickstart(
+        **{"model.path": path, "quant.align": align, "rollout.router_replay": asked}
+    )
     keys = routing_keys(config, on_cpu)
     assert keys[REPLAY] is expected
     assert fsdp_engine_settings(config)["router_replay"] == asked

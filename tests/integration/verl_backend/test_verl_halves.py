@@ -37,7 +37,9 @@ def results(tmp_path_factory):
     spoilt[1::2] += 0.5  # those of the second rank alone
     noise = 1e-5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(2))
     rows["rollout_log_probs"] = (old + noise) * rows["response_mask"]
-    jobs = [job | ({} if name.endswith("alone") else {"guard": spoilt}) for name, job in JOBS.items()]
+    jobs = [
+        job | ({} if name.endswith("alone") else {"guard": spoilt}) for name, job in JOBS.items()
+    ]
     return dict(zip(JOBS, run_engine(folder, 2, model, rows, jobs), strict=True))
 
 

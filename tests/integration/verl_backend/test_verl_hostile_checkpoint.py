@@ -32,7 +32,9 @@ FILES = (
 @pytest.fixture(scope="module")
 def sharded() -> torch.Tensor:
     """As FSDP2 leaves a parameter; its file is read if there is no process group."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     tensor = DTensor.from_local(torch.randn(4, 4), init_device_mesh("cpu", (1,)), [Replicate()])
     yield tensor
     torch.distributed.destroy_process_group()
@@ -44,13 +46,23 @@ def saved(opened, sharded) -> Path:
     folder = opened.run / "checkpoints" / "global_step_4"
     (folder / "actor").mkdir(parents=True)
     generator = {"samples_yielded": 4, "generator": torch.Generator().get_state()}
-    rng = {"cpu": torch.get_rng_state(), "numpy": np.random.get_state(), "random": random.getstate()}
+    rng = {
+        "cpu": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "random": random.getstate(),
+    }
     assert rng.keys() <= FSDPCheckpointManager.get_rng_state().keys()
     contents = {
         "data.pt": {"_sampler_iter_state": generator, "_num_yielded": 4, "fetcher_state": None},
         "actor/model_world_size_1_rank_0.pt": {"a": sharded, "b": sharded.to_local()},
-        "actor/optim_world_size_1_rank_0.pt": {"state": {0: {"exp_avg": sharded}}, "param_groups": [{"lr": 0.1}]},
-        "actor/extra_state_world_size_1_rank_0.pt": {"lr_scheduler": {"last_epoch": 4, "_last_lr": [0.1]}, "rng": rng},
+        "actor/optim_world_size_1_rank_0.pt": {
+            "state": {0: {"exp_avg": sharded}},
+            "param_groups": [{"lr": 0.1}],
+        },
+        "actor/extra_state_world_size_1_rank_0.pt": {
+            "lr_scheduler": {"last_epoch": 4, "_last_lr": [0.1]},
+            "rng": rng,
+        },
     }
     for name, content in contents.items():
         torch.save(content, folder / name)
@@ -75,7 +87,11 @@ def test_verls_own_files_are_read(opened, saved):
 @pytest.mark.parametrize("mode", ["auto", "resume_path"])
 def test_a_file_that_could_run_code_is_refused_by_name(opened, saved, tmp_path, name, mode):
     hide(saved / name, tmp_path / "ran")
-    changes = {} if mode == "auto" else {"trainer.resume_mode": mode, "trainer.resume_from_path": str(saved)}
+    changes = (
+        {}
+        if mode == "auto"
+        else {"trainer.resume_mode": mode, "trainer.resume_from_path": str(saved)}
+    )
     with pytest.raises(UserError, match="could run any code") as caught:
         opened(**changes)
     assert caught.value.where == str(saved / name)
@@ -86,7 +102,9 @@ def test_a_file_that_could_run_code_is_refused_by_name(opened, saved, tmp_path, 
 @pytest.mark.parametrize("name", FILES[1:])
 def test_the_engine_refuses_it_too(saved, tmp_path, monkeypatch, name):
     """From verl's own command line no set-up of ours comes before it."""
-    monkeypatch.setattr(FSDPEngineWithLMHead, "load_checkpoint", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        FSDPEngineWithLMHead, "load_checkpoint", lambda *args, **kwargs: pytest.fail("loaded")
+    )
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *args: 1)
     hide(saved / name, tmp_path / "ran")
     engine = object.__new__(QaRLFSDPEngine)

@@ -50,7 +50,13 @@ def job(wanted: Row) -> dict[str, Any]:
     _, scheme, masters, optimizer, packed = wanted
     engine = {"model_dtype": masters, "use_no_sync_for_gradient_accumulation": False}
     optim = OURS | {"override_optimizer_config": SETTINGS[optimizer]}
-    common = {"quant": QUANT | {"scheme": scheme}, "bands": BANDS, "lr": 1e-3, "micro": 2, "log_prob_micro": 4}
+    common = {
+        "quant": QUANT | {"scheme": scheme},
+        "bands": BANDS,
+        "lr": 1e-3,
+        "micro": 2,
+        "log_prob_micro": 4,
+    }
     return common | {"engine": engine, "optim": optim, "remove_padding": packed, "steps": 2}
 
 
@@ -63,7 +69,9 @@ def differences(folder: Any, rows_wanted: list[Row], world: int) -> dict[Row, fl
         results = run_engine(folder, world, model, batch, [job(row) for row in chosen])
         for row, outcome in zip(chosen, results, strict=True):
             expected = local_log_probs(model, row[1], outcome["masters"], batch)
-            assert not torch.equal(expected, local_log_probs(model, row[1], {}, batch))  # the steps moved the weights
+            assert not torch.equal(
+                expected, local_log_probs(model, row[1], {}, batch)
+            )  # the steps moved the weights
             mask = batch["response_mask"]
             parts = []
             for mine, tensor in outcome["log_probs"]:
@@ -76,8 +84,12 @@ def differences(folder: Any, rows_wanted: list[Row], world: int) -> dict[Row, fl
 def local_log_probs(
     model: str, scheme: str, masters: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
-    loaded.load_state_dict({name: tensor.bfloat16() for name, tensor in masters.items()}, strict=False)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
+    loaded.load_state_dict(
+        {name: tensor.bfloat16() for name, tensor in masters.items()}, strict=False
+    )
     assert not wrong_buffers(loaded)
     policy = Policy(loaded, get_scheme(scheme, group_size=32), ("lm_head",), align="model")
     with torch.no_grad():
@@ -91,7 +103,10 @@ def test_log_probs_are_the_local_backends(tmp_path):
 def test_bf16_masters_of_an_unquantized_engine_compute_as_fp32_masters(tmp_path):
     """Without the section `quant` the forward is verl's own. Before an update both have the weights of the file."""
     model = str(save_random_model(tmp_path / "model", "qwen3"))
-    jobs = [job(("qwen3", "bf16", masters, "adamw", False)) | UNQUANTIZED for masters in ("fp32", "bf16")]
+    jobs = [
+        job(("qwen3", "bf16", masters, "adamw", False)) | UNQUANTIZED
+        for masters in ("fp32", "bf16")
+    ]
     wide, narrow = run_engine(tmp_path, 1, model, make_rows(model), jobs)
     assert {tensor.dtype for tensor in narrow["masters"].values()} == {torch.bfloat16}
     assert torch.equal(narrow["log_probs"][0][1], wide["log_probs"][0][1])
@@ -108,7 +123,9 @@ COMPARED = {
 
 def test_the_first_micro_batch_is_compared_with_the_engines_arithmetic(tmp_path):
     """The engine's log-probs pass, those of another model do not."""
-    models = {name: str(save_random_model(tmp_path / name, name)) for name in ("qwen3", "qwen3_moe")}
+    models = {
+        name: str(save_random_model(tmp_path / name, name)) for name in ("qwen3", "qwen3_moe")
+    }
     jobs = []
     for name, (quant, scheme, _) in COMPARED.items():
         model = models["qwen3_moe" if name.startswith("experts") else "qwen3"]
@@ -116,10 +133,21 @@ def test_the_first_micro_batch_is_compared_with_the_engines_arithmetic(tmp_path)
         healthy = local_log_probs(model, scheme, {}, rows) * rows["response_mask"]
         rows |= {"rollout_log_probs": healthy, "old_log_probs": healthy + 1e-6}
         settings = QUANT | quant | {"mismatch_limit": None}
-        jobs.append({"model": model, "rows": rows, "quant": settings, "micro": 2, "lr": 0.0, "guard": healthy + 0.1})
+        jobs.append(
+            {
+                "model": model,
+                "rows": rows,
+                "quant": settings,
+                "micro": 2,
+                "lr": 0.0,
+                "guard": healthy + 0.1,
+            }
+        )
     outcomes = run_engine(tmp_path, 2, models["qwen3"], jobs[0]["rows"], jobs)
     for (_, _, level), outcome in zip(COMPARED.values(), outcomes, strict=True):
-        assert all(f"quant.align={level} allows" in text for text in outcome["guard"]), outcome["guard"]
+        assert all(f"quant.align={level} allows" in text for text in outcome["guard"]), outcome[
+            "guard"
+        ]
 
 
 @pytest.mark.slow

@@ -36,13 +36,19 @@ from qarl.verl.step_measurements import StepStatistics
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
-BANDS = {"seq_clip_ratio_high": 0.05, "neg_seq_clip_ratio_low": 0.05, "neg_seq_clip_ratio_high": 0.06}
+BANDS = {
+    "seq_clip_ratio_high": 0.05,
+    "neg_seq_clip_ratio_low": 0.05,
+    "neg_seq_clip_ratio_high": 0.06,
+}
 ROWS = random_rows()
 
 
 def call(part, weights=None, **changes):
     """The registered loss on some rows, as verl's ppo_loss calls it. Returns its statistics."""
-    micro_batch = MicroBatch(ROWS["rollout_log_prob"][part], int(ROWS["response_mask"].any(1).sum()))
+    micro_batch = MicroBatch(
+        ROWS["rollout_log_prob"][part], int(ROWS["response_mask"].any(1).sum())
+    )
     actor = SimpleNamespace(policy_loss=QaRLPolicyLossConfig(**BANDS), global_batch_info={})
     through_loss(actor, part, micro_batch, weights, **changes)
     return micro_batch.statistics
@@ -70,12 +76,18 @@ def through_loss(actor, part, micro_batch, weights=None, loss_agg_mode="seq-mean
 
 
 def test_errors_name_the_key_to_set():
-    some, actor = slice(0, 3), SimpleNamespace(policy_loss=QaRLPolicyLossConfig(), global_batch_info={})
+    some, actor = (
+        slice(0, 3),
+        SimpleNamespace(policy_loss=QaRLPolicyLossConfig(), global_batch_info={}),
+    )
     with pytest.raises(UserError, match=r"rollout_correction\.rollout_is"):
         call(some, weights=torch.ones(3, 1))
     with pytest.raises(UserError, match="loss_agg_mode=seq-mean-token-mean"):
         call(some, loss_agg_mode="token-mean")
-    for micro_batch, words in ((MicroBatch(None, 3), r"rollout\.calculate_log_probs"), (None, "set it to fsdp2")):
+    for micro_batch, words in (
+        (MicroBatch(None, 3), r"rollout\.calculate_log_probs"),
+        (None, "set it to fsdp2"),
+    ):
         with pytest.raises(UserError, match=words):
             through_loss(actor, some, micro_batch)
 
@@ -91,7 +103,11 @@ def test_verls_plain_config_gives_the_papers_bands():
 
 def test_quant_settings_refuse_what_they_do_not_know():
     config = QuantFSDPEngineConfig(strategy="fsdp2", quant={"scheme": "fp8", "ignore": "lm_head"})
-    assert (config.quant.scheme, config.quant.ignore, config.quant.align) == ("fp8", ["lm_head"], "model")
+    assert (config.quant.scheme, config.quant.ignore, config.quant.align) == (
+        "fp8",
+        ["lm_head"],
+        "model",
+    )
     with pytest.raises(UserError, match="grup_size"):
         QuantFSDPEngineConfig(strategy="fsdp2", quant={"grup_size": 32})
 
@@ -108,15 +124,25 @@ def test_statistics_of_a_step_are_those_of_all_its_tokens(monkeypatch):
         statistics.begin_mini_batch()
         losses.append(call(part))
         statistics.tbpo[-1].append(losses[-1])
-        statistics.add_tokens(*(ROWS[name][part] for name in ("old_log_prob", "rollout_log_prob", "response_mask")))
-        statistics.add_text(TensorDict({name: tensor[part] for name, tensor in text.items()}), vocabulary=30)
+        statistics.add_tokens(
+            *(ROWS[name][part] for name in ("old_log_prob", "rollout_log_prob", "response_mask"))
+        )
+        statistics.add_text(
+            TensorDict({name: tensor[part] for name, tensor in text.items()}), vocabulary=30
+        )
     metrics = statistics.metrics()
-    assert {type(leaf) for leaf in tree_leaves(gathered)} == {float, int}, "no tensor goes to the first rank"
+    assert {type(leaf) for leaf in tree_leaves(gathered)} == {float, int}, (
+        "no tensor goes to the first rank"
+    )
     expected_text = text_metrics([text_statistics(*text.values(), vocabulary=30)])
     assert "error_tokens/neg_garbled_frac" in expected_text and expected_text["rollout/entropy"] > 0
-    expected = mismatch_metrics(ROWS["old_log_prob"], ROWS["rollout_log_prob"], mask) | expected_text
+    expected = (
+        mismatch_metrics(ROWS["old_log_prob"], ROWS["rollout_log_prob"], mask) | expected_text
+    )
     expected |= reduce_metrics(losses)
-    expected["actor/inside_band_frac_after_first"] = reduce_metrics(losses[1:])["actor/inside_band_frac"]
+    expected["actor/inside_band_frac_after_first"] = reduce_metrics(losses[1:])[
+        "actor/inside_band_frac"
+    ]
     assert all(metrics[name] == pytest.approx(value, rel=1e-6) for name, value in expected.items())
 
 
@@ -139,15 +165,25 @@ def composed(config: Config) -> Any:
     return settings
 
 
-def through_verl(config: Config, micro_batches: list[torch.Tensor], ranks: int) -> tuple[float, torch.Tensor]:
+def through_verl(
+    config: Config, micro_batches: list[torch.Tensor], ranks: int
+) -> tuple[float, torch.Tensor]:
     """Loss and gradient of a mini-batch, summed over micro-batches and averaged over ranks, as FSDP does."""
     whole = composed(config)
     actor: Any = omega_conf_to_dataclass(whole.actor_rollout_ref.actor)
     mask = ROWS["response_mask"]
-    named = {"old_log_probs": "old_log_prob", "rollout_log_probs": "rollout_log_prob", "response_mask": "response_mask"}
+    named = {
+        "old_log_probs": "old_log_prob",
+        "rollout_log_probs": "rollout_log_prob",
+        "response_mask": "response_mask",
+    }
     batch = SimpleNamespace(batch={name: ROWS[key] for name, key in named.items()})
-    batch.union = lambda proto: batch.batch.update(rollout_is_weights=proto.batch["rollout_is_weights"]) or batch
-    compute_rollout_correction_and_add_to_batch(batch, omega_conf_to_dataclass(whole.algorithm).rollout_correction)
+    batch.union = lambda proto: (
+        batch.batch.update(rollout_is_weights=proto.batch["rollout_is_weights"]) or batch
+    )
+    compute_rollout_correction_and_add_to_batch(
+        batch, omega_conf_to_dataclass(whole.algorithm).rollout_correction
+    )
     assert torch.equal(batch.batch["response_mask"] != 0, mask), "verl's trainer rejects nothing"
     weights = batch.batch.get("rollout_is_weights")
     total, gradient = 0.0, torch.zeros(mask.shape)
@@ -155,7 +191,9 @@ def through_verl(config: Config, micro_batches: list[torch.Tensor], ranks: int) 
         actor.global_batch_info.update(
             dp_size=ranks, batch_num_tokens=1, global_batch_size=len(mask), loss_scale_factor=None
         )
-        micro_batch = MicroBatch(ROWS["rollout_log_prob"][part], int(mask.any(1).sum()), int(mask.sum()))
+        micro_batch = MicroBatch(
+            ROWS["rollout_log_prob"][part], int(mask.any(1).sum()), int(mask.sum())
+        )
         loss, part_gradient = through_loss(actor, part, micro_batch, weights, actor.loss_agg_mode)
         total += loss / ranks
         gradient[part] = part_gradient / ranks

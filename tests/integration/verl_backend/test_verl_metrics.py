@@ -31,10 +31,16 @@ def test_the_table_has_every_metric(logs: Logs, backend: str) -> None:
 def test_what_the_table_calls_equal_is_equal(logs: Logs) -> None:
     """K3 of a micro-batch differs in its last bit, because verl's micro-batch is as wide as its longest response."""
     logged = (logs["local"], logs["verl"])
-    local, verl = ({name: value for name, value in log.items() if kind_of(name) == "equal"} for log in logged)
+    local, verl = (
+        {name: value for name, value in log.items() if kind_of(name) == "equal"} for log in logged
+    )
     assert len(local) > 80
     assert local.keys() == verl.keys()
-    assert {name: value for name, value in local.items() if value != verl[name] and not name.endswith("k3")} == {}
+    assert {
+        name: value
+        for name, value in local.items()
+        if value != verl[name] and not name.endswith("k3")
+    } == {}
     assert verl == pytest.approx(local, rel=1e-14)
 
 
@@ -43,7 +49,9 @@ def test_the_clip_ratio_counts_what_was_cut_off(logs: Logs) -> None:
     for backend in ("local", "verl"):
         assert logs[backend]["response_length/clip_ratio"] == 1 / 8
     assert logs["verl"]["response_length_non_aborted/clip_ratio"] == 1 / 8
-    assert logs["verl"]["prompt_length/clip_ratio"] == 0.0  # the limit is 6, the longest prompt has 5
+    assert (
+        logs["verl"]["prompt_length/clip_ratio"] == 0.0
+    )  # the limit is 6, the longest prompt has 5
 
 
 def test_updates_without_a_finite_gradient_are_counted(logs: Logs) -> None:
@@ -53,7 +61,9 @@ def test_updates_without_a_finite_gradient_are_counted(logs: Logs) -> None:
 
 def test_no_row_is_left_over() -> None:
     """Each pattern is the first that matches some name: itself, with a part in the place of `*`."""
-    hidden = [pattern for pattern, kind in rows().items() if kind_of(pattern.replace("*", "x")) != kind]
+    hidden = [
+        pattern for pattern, kind in rows().items() if kind_of(pattern.replace("*", "x")) != kind
+    ]
     assert hidden == []
 
 
@@ -81,4 +91,6 @@ def test_a_response_is_cut_off_where_vllm_says_so() -> None:
         request: Any = Request(tokens)
         assert check_stop(request, 100)
         cut_off = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
-        assert finish_reasons([torch.tensor(tokens)], 4, {1, 7}) == ["length" if cut_off else "stop"]
+        assert finish_reasons([torch.tensor(tokens)], 4, {1, 7}) == [
+            "length" if cut_off else "stop"
+        ]

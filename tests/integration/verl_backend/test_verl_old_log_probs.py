@@ -37,7 +37,11 @@ PASSES = {
     "rollout": [8],
     "two_epochs": [8, 1, 1, 1, 1],
 }
-FALLBACKS = {"all_checked": [0, 1, 0, 0, 0], "first_mini_batch": [0, 1, 0, 0, 0], "one_mini_batch": [0, 1, 0, 0, 0]}
+FALLBACKS = {
+    "all_checked": [0, 1, 0, 0, 0],
+    "first_mini_batch": [0, 1, 0, 0, 0],
+    "one_mini_batch": [0, 1, 0, 0, 0],
+}
 FROM_ROLLOUT = {"auto": [0, 1, 1, 1, 1], "first_mini_batch": [0, 0, 0, 0, 1], "rollout": [1] * 5}
 CHECKED = {
     "auto": [1, 0.75, 0.75, 0.75, 0.75],
@@ -52,7 +56,9 @@ def test_which_rows_a_step_computes_and_when_it_falls_back(runs, name):
     run = runs[name]
     assert run["passes"] == PASSES[name]
     recomputes = SCENARIOS[name]["keys"]["actor.old_log_probs"] == "recompute"
-    assert column(run, "old_log_probs/fallback") == ([None] * COUNT if recomputes else FALLBACKS.get(name, [0] * COUNT))
+    assert column(run, "old_log_probs/fallback") == (
+        [None] * COUNT if recomputes else FALLBACKS.get(name, [0] * COUNT)
+    )
     if name in FROM_ROLLOUT:
         assert column(run, "old_log_probs/from_rollout") == FROM_ROLLOUT[name]
     if name in CHECKED:
@@ -63,7 +69,11 @@ def test_which_rows_a_step_computes_and_when_it_falls_back(runs, name):
 
 @pytest.mark.parametrize(
     ("name", "other"),
-    [("auto", "recompute"), ("first_mini_batch", "first_mini_batch_recomputed"), ("all_checked", "recompute")],
+    [
+        ("auto", "recompute"),
+        ("first_mini_batch", "first_mini_batch_recomputed"),
+        ("all_checked", "recompute"),
+    ],
 )
 def test_the_training_is_the_same_in_every_bit(runs, name, other):
     """`all_checked` has one log-prob that is one bit off: TBPO's weight rounds it away, and the old log-probs are the
@@ -110,6 +120,9 @@ def test_the_entropy_is_that_of_the_pass_or_of_the_sampled_rows(runs):
     whole = column(runs["recompute"], "actor/entropy")
     sampled = column(runs["auto"], "actor/entropy")
     assert sampled[0] == whole[0] and None not in sampled
-    assert all(entropy == pytest.approx(other, rel=0.2) for entropy, other in zip(sampled, whole, strict=True))
+    assert all(
+        entropy == pytest.approx(other, rel=0.2)
+        for entropy, other in zip(sampled, whole, strict=True)
+    )
     assert sampled[1:] != whole[1:]
     assert column(runs["unchecked"], "actor/entropy")[1:] == [None] * (COUNT - 1)

@@ -41,7 +41,11 @@ def probe(**variables: str) -> dict:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROBE], env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, "-W", "ignore", "-c", PROBE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT")), None)
     assert line is not None, run.stderr[-3000:]
@@ -64,7 +68,9 @@ def test_on_cpu_if_verl_has_been_imported_before():
     """As in a notebook, and in the doctor of a run that has another platform."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")}
     command = [sys.executable, "-W", "ignore", "-c", IMPORTED_BEFORE]
-    subprocess.run(command, env=environment | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, check=True, timeout=200)
+    subprocess.run(
+        command, env=environment | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, check=True, timeout=200
+    )
 
 
 @pytest.mark.parametrize("platform", ["cpu", "nvidia"])
@@ -73,6 +79,8 @@ def test_what_is_registered(platform):
     report = probe(VERL_PLATFORM=platform)
     assert report["loaded"] and report["early"] == [] and report["file"]
     assert ("cpu" in report["platforms"]) == (platform == "cpu")
-    assert report["detected"] != "cpu"  # a process without a visible GPU must not train on the CPU unasked
+    assert (
+        report["detected"] != "cpu"
+    )  # a process without a visible GPU must not train on the CPU unasked
     assert report["loss"] == "qarl.verl.loss"
     assert report["engine"] == {"fsdp": "QaRLFSDPEngine", "fsdp2": "QaRLFSDPEngine"}

@@ -53,7 +53,9 @@ def test_a_process_that_does_not_know_its_run_does_not_publish(monkeypatch, name
 
 def test_runs_wait_for_each_other_and_ranks_of_one_do_not():
     with turn_on_host("host/1/a", seconds=0.1), turn_on_host("host/1/a", seconds=0.1):
-        with pytest.raises(UserError, match="another run has blocked publishing on this host") as caught:
+        with pytest.raises(
+            UserError, match="another run has blocked publishing on this host"
+        ) as caught:
             turn_on_host("host/1/b", seconds=0.1).__enter__()
         assert f".{os.getpid()}." in caught.value.where
     with turn_on_host("host/1/b", seconds=0.1):
@@ -98,7 +100,9 @@ def test_a_publication_holds_its_turn_to_the_last_reference(folder, read):
     """verl's sender removes the socket's path after it has read the stream: the turn lasts longer than the stream."""
     context: zmq.Context = zmq.Context.instance()
     publication = Publication(iter(TENSORS * 2)).reserve()
-    assert [name for name, _ in (next(publication) for _ in range(read))] == ["model.norm.weight"] * read
+    assert [name for name, _ in (next(publication) for _ in range(read))] == [
+        "model.norm.weight"
+    ] * read
     assert is_held(folder) and context.sockopts[zmq.RCVTIMEO] == 120_000
     del publication
     gc.collect()
@@ -158,7 +162,10 @@ def test_changes_come_through_verls_buckets_and_a_lost_publish_is_noticed(result
     assert all(outcome["equal"] for outcome in (first, second, last))
     assert [outcome["version"] for outcome in (first, second, last)] == [1, 2, 4]
     assert [outcome["publish/delta"] for outcome in (first, second, last)] == [0, 1, 0]
-    assert second["publish/changed_words"] == 64 and second["publish/mbytes"] < 0.02 * first["publish/mbytes"]
+    assert (
+        second["publish/changed_words"] == 64
+        and second["publish/mbytes"] < 0.02 * first["publish/mbytes"]
+    )
 
 
 def test_every_record_survives_a_bucket_which_is_a_dict_by_name():
@@ -168,4 +175,6 @@ def test_every_record_survives_a_bucket_which_is_a_dict_by_name():
     sent = list(encode_publish(tensors, version=7, run="host/1/01"))
     assert [name for name, _ in received] == [name for name, _ in sent]
     assert [name for name, _ in received].count(UNIT) == 3
-    assert all(torch.equal(mine, other) for (_, mine), (_, other) in zip(received, sent, strict=True))
+    assert all(
+        torch.equal(mine, other) for (_, mine), (_, other) in zip(received, sent, strict=True)
+    )

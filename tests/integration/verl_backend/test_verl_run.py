@@ -41,7 +41,9 @@ def experts(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("data") / "train.parquet"
-    pq.write_table(pa.Table.from_pylist([row(f"t{3 + i} t{20 + i} t{40 + i}") for i in range(16)]), path)
+    pq.write_table(
+        pa.Table.from_pylist([row(f"t{3 + i} t{20 + i} t{40 + i}") for i in range(16)]), path
+    )
     return path
 
 
@@ -66,7 +68,9 @@ def test_a_run_from_our_config(tmp_path, model, data):
         assert 0 < entry["critic/score/mean"] <= 1
         assert misplaced(entry.keys() - {"step"}, "verl") == []
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["finished"] and summary["accuracy_after"] is not None and summary["failed"] is None
+    assert (
+        summary["finished"] and summary["accuracy_after"] is not None and summary["failed"] is None
+    )
     assert (run_dir / "verl.yaml").is_file() and (run_dir / "versions.json").is_file()
     # Without learning, the export of the end is the quantized start.
     scheme = get_scheme("w4a16", group_size=32)
@@ -124,7 +128,9 @@ def test_experts_on_two_ranks_of_one_engine(tmp_path, experts, data, scheme):
         limit = resolve_limit(None, "linears", response_length=entry["response_length/mean"])
         assert 0 < entry["mismatch/abs_mean"] <= limit and entry["mismatch/over_limit"] == 0
         assert 0 <= entry["mismatch/other_experts_frac"] < 0.5
-    assert not any("publish/delta" in name for name in second)  # on a CPU each publish sends all tensors
+    assert not any(
+        "publish/delta" in name for name in second
+    )  # on a CPU each publish sends all tensors
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["finished"] and Path(summary["checkpoint"]).is_dir()
 
@@ -154,4 +160,6 @@ def test_a_verl_users_own_command_line(tmp_path, model, data):
     for metrics in steps:
         assert metrics["actor/mismatch/abs_max"] == 0
         assert metrics["actor/seq_tis_above_cap_frac"] == 0
-        assert not any("publish/delta" in name for name in metrics)  # on a CPU each publish sends all tensors
+        assert not any(
+            "publish/delta" in name for name in metrics
+        )  # on a CPU each publish sends all tensors

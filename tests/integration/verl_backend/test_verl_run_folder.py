@@ -16,7 +16,13 @@ import torch
 from torch import nn
 from verl_runs import quickstart
 
-from qarl.checkpoint.read_weights import BASE_FILE, find_checkpoint, open_ranks, whole_and_torn, whole_tensor
+from qarl.checkpoint.read_weights import (
+    BASE_FILE,
+    find_checkpoint,
+    open_ranks,
+    whole_and_torn,
+    whole_tensor,
+)
 from qarl.checks.memory import checkpoint_bytes
 from qarl.checks.model_size import ModelSize
 from qarl.errors import UserError
@@ -35,8 +41,20 @@ pytestmark = pytest.mark.usefixtures("own_environment")
 
 def test_metrics_take_our_names():
     accuracy = "val-core/column_addition/acc/mean@1"
-    verls = {"actor/mismatch/k3": 1.0, "actor/pg_loss": 2.0, "timing_s/gen": 3.0, accuracy: 0.5, "text": "no number"}
-    ours = {"mismatch/k3": 1.0, "actor/pg_loss": 2.0, "timing_s/rollout": 3.0, accuracy: 0.5, "val/accuracy": 0.5}
+    verls = {
+        "actor/mismatch/k3": 1.0,
+        "actor/pg_loss": 2.0,
+        "timing_s/gen": 3.0,
+        accuracy: 0.5,
+        "text": "no number",
+    }
+    ours = {
+        "mismatch/k3": 1.0,
+        "actor/pg_loss": 2.0,
+        "timing_s/rollout": 3.0,
+        accuracy: 0.5,
+        "val/accuracy": 0.5,
+    }
     assert our_names(verls) == ours
 
 
@@ -87,17 +105,25 @@ def loop(tmp_path, monkeypatch):
         saved.append(trainer.global_steps)
 
     monkeypatch.setattr(PPOTrainerSync, "_save_checkpoint", save)
-    monkeypatch.setattr("verl.trainer.ppo.v1.trainer_base.tq", SimpleNamespace(kv_clear=lambda **more: None))
+    monkeypatch.setattr(
+        "verl.trainer.ppo.v1.trainer_base.tq", SimpleNamespace(kv_clear=lambda **more: None)
+    )
 
     def run(minutes: float, start: int = 0, total: int = 9, **changes: object) -> list[int]:
         trainer = object.__new__(QaRLTrainerSync)
         keys = trainer_keys(quickstart(**{"trainer.save_final": False, **changes}))
-        trainer.config = OmegaConf.create({"skip": {}, "global_profiler": {"steps": None}, "trainer": {}})
+        trainer.config = OmegaConf.create(
+            {"skip": {}, "global_profiler": {"steps": None}, "trainer": {}}
+        )
         for key, value in keys.items():
             OmegaConf.update(trainer.config, key.removeprefix("+"), value, force_add=True)
         trainer.config.trainer.update({"logger": [], "val_before_train": False, "test_freq": -1})
         trainer.config.trainer.default_local_dir = str(tmp_path / "checkpoints")
-        trainer.global_steps, trainer.total_training_steps, trainer.steps_per_epoch = start, total, 100
+        trainer.global_steps, trainer.total_training_steps, trainer.steps_per_epoch = (
+            start,
+            total,
+            100,
+        )
         trainer.checkpoint_manager = SimpleNamespace(update_weights=lambda step: None)
 
         def step(*arguments: object) -> object:
@@ -105,7 +131,12 @@ def loop(tmp_path, monkeypatch):
             return SimpleNamespace(keys=[], partition_id="train")
 
         trainer.step = step
-        for name in ("_start_profiling", "_stop_profiling", "_reissue_inflight_prompts", "_shutdown_dump_executor"):
+        for name in (
+            "_start_profiling",
+            "_stop_profiling",
+            "_reissue_inflight_prompts",
+            "_shutdown_dump_executor",
+        ):
             setattr(trainer, name, lambda: None)
         trainer._compute_metrics = lambda *arguments, **more: None
         saved.clear()
@@ -139,7 +170,9 @@ def test_a_resumed_run_replaces_only_what_was_saved_by_time(loop, tmp_path):
     assert loop(4, total=5, **{"trainer.save_freq": 3}) == [3, 5]
     assert loop(3, start=5) == [9]
     assert sorted(whole_and_torn(tmp_path / "checkpoints")[0]) == [3, 9]
-    assert loop(1, start=9, total=12, **{"trainer.save_freq": 12, "trainer.max_ckpt_to_keep": 2}) == [12]
+    assert loop(
+        1, start=9, total=12, **{"trainer.save_freq": 12, "trainer.max_ckpt_to_keep": 2}
+    ) == [12]
     assert sorted(whole_and_torn(tmp_path / "checkpoints")[0]) == [9, 12]
     begins = {
         "trainer.resume_mode": "resume_path",
@@ -147,11 +180,15 @@ def test_a_resumed_run_replaces_only_what_was_saved_by_time(loop, tmp_path):
     }
     keys = {"trainer.save_freq": 1, "trainer.max_ckpt_to_keep": 2}
     assert loop(1, start=12, total=15, **keys, **begins) == [13, 14, 15]
-    assert sorted(whole_and_torn(tmp_path / "checkpoints")[0]) == [9, 14, 15], "a repeated command begins with 9"
+    assert sorted(whole_and_torn(tmp_path / "checkpoints")[0]) == [9, 14, 15], (
+        "a repeated command begins with 9"
+    )
 
 
 def test_a_run_does_not_start_on_a_disk_without_room_for_a_checkpoint(tmp_path, monkeypatch):
-    size = ModelSize(layers=1, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=100)
+    size = ModelSize(
+        layers=1, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=100
+    )
     config = quickstart(output_dir=str(tmp_path))
     sizes = checkpoint_bytes(size, config)
     usage = shutil.disk_usage(tmp_path)
@@ -229,7 +266,10 @@ def test_weights_are_checked_by_a_record_or_said_to_be_unchecked(tmp_path, capsy
     record = actor / "qarl_state_world_size_1_rank_0.json"
     sums = [f"{value & (2**64 - 1):016x}" for value in checksums([weight, weight + 1])]
     record.write_text(json.dumps({"model.a": sums[0], "model.b": sums[1]}))
-    assert torch.equal(whole_tensor(open_ranks(actor), "b"), weight + 1) and capsys.readouterr().err == ""
+    assert (
+        torch.equal(whole_tensor(open_ranks(actor), "b"), weight + 1)
+        and capsys.readouterr().err == ""
+    )
     record.write_text(json.dumps({"model.a": sums[0]}))
     with pytest.raises(UserError, match="b differs from what was saved"):
         whole_tensor(open_ranks(actor), "b")
@@ -263,9 +303,14 @@ def test_the_first_interrupt_is_answered_and_ends_the_run(capfd, number, ray_has
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), answered_interrupt(lambda: "it resumes after step 12"):
         if ray_has_started:
-            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as ray.init does
+            signal.signal(
+                signal.SIGTERM, lambda number, frame: sys.exit(number)
+            )  # as ray.init does
         signal.raise_signal(number)
-    assert "stopping verl now" in (err := capfd.readouterr().err) and "it resumes after step 12\n" in err
+    assert (
+        "stopping verl now" in (err := capfd.readouterr().err)
+        and "it resumes after step 12\n" in err
+    )
     assert signal.getsignal(number) is before
 
 
@@ -278,7 +323,9 @@ def test_copies_to_the_host_are_complete_before_they_are_read(monkeypatch):
     optimizer.step()
     scheduler: Any = SimpleNamespace(state_dict=dict)
     manager = SimpleNamespace(model=module)  # which is the adapters, if there are any
-    engine = SimpleNamespace(checkpoint_manager=manager, optimizer=optimizer, lr_scheduler=scheduler)
+    engine = SimpleNamespace(
+        checkpoint_manager=manager, optimizer=optimizer, lr_scheduler=scheduler
+    )
     expected = engine_state(engine)
     tensors = [*module.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
     copies = [tensor.detach().clone() for tensor in tensors]

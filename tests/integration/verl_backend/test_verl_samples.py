@@ -48,7 +48,9 @@ def engine(finished_steps: int, rank: int = 0) -> SimpleNamespace:
     )
 
 
-def test_both_backends_write_the_same_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_backends_write_the_same_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rollout = RolloutBatch(PROMPTS, RESPONSES, ROLLOUT, ["stop", "stop"], weight_version=0)
     batch = make_batch(rollout, torch.tensor([0.0, 1.0]), torch.tensor([-1.0, 1.0]), pad_token_id=0)
     trainer = SimpleNamespace(report=True, total_training_steps=33)
@@ -63,7 +65,9 @@ def test_both_backends_write_the_same_samples(tmp_path: Path, monkeypatch: pytes
     assert len(mine) == 2 and theirs == [sample | {"finish_reason": None} for sample in mine]
 
 
-def test_who_writes_and_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_writes_and_when(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     log_samples(engine(19), mini_batch())
     monkeypatch.setenv(SAMPLES_IN, str(tmp_path / "on another machine"))
     log_samples(engine(19), mini_batch())
@@ -75,7 +79,14 @@ def test_who_writes_and_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     del data["rollout_log_probs"]
     with caplog.at_level(logging.WARNING):
         log_samples(engine(19), data)
-    assert "the samples of step 20 were not written" in caplog.text and list(tmp_path.iterdir()) == []
-    log_samples(engine(32), mini_batch(response_mask=[[1, 0, 1], [1]]))  # a token that is not trained has no δ
+    assert (
+        "the samples of step 20 were not written" in caplog.text and list(tmp_path.iterdir()) == []
+    )
+    log_samples(
+        engine(32), mini_batch(response_mask=[[1, 0, 1], [1]])
+    )  # a token that is not trained has no δ
     written = read_samples(tmp_path)
-    assert [(sample["step"], sample["delta"]) for sample in written] == [(33, [0.25]), (33, [0.0, 0.0, 0.0])]
+    assert [(sample["step"], sample["delta"]) for sample in written] == [
+        (33, [0.25]),
+        (33, [0.0, 0.0, 0.0]),
+    ]

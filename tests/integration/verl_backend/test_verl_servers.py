@@ -31,7 +31,12 @@ from qarl.verl import failures, reward, trainer
 from qarl.verl.ask_servers import RESUME, Watch, preemptions_in, servers_have_base
 from qarl.verl.trainer import PromptReplayBuffer
 
-ANSWERS = {"vllm_server_0_0": None, "agent_loop_worker_0_ab": None, "reward_loop_worker_0": None, "other": None}
+ANSWERS = {
+    "vllm_server_0_0": None,
+    "agent_loop_worker_0_ab": None,
+    "reward_loop_worker_0": None,
+    "other": None,
+}
 
 
 class Actor:
@@ -70,7 +75,11 @@ def test_those_that_generate_are_asked_and_no_others(actors):
     watch = Watch()
     watch.ask()
     assert watch.dead() == {}
-    assert actors[1] == ["vllm_server_0_0 check_health", "agent_loop_worker_0_ab", "reward_loop_worker_0"]
+    assert actors[1] == [
+        "vllm_server_0_0 check_health",
+        "agent_loop_worker_0_ab",
+        "reward_loop_worker_0",
+    ]
     actors[1].clear()
     watch = Watch(only_servers=True)
     watch.ask()
@@ -105,7 +114,14 @@ def test_a_good_answer_from_before_says_nothing_of_now(actors):
     [
         ({"vllm_server_0_0": True, "vllm_server_1_0": True, "vllm_server_1_1": None}, True),
         ({"vllm_server_0_0": True, "vllm_server_1_0": False}, False),
-        ({"vllm_server_0_0": True, "vllm_server_reward_0_0": None, "vllm_server_teacher_0_0": None}, True),
+        (
+            {
+                "vllm_server_0_0": True,
+                "vllm_server_reward_0_0": None,
+                "vllm_server_teacher_0_0": None,
+            },
+            True,
+        ),
         ({"vllm_server_0_0": TimeoutError("no answer")}, "TimeoutError: no answer"),
         ({}, False),
     ],
@@ -141,7 +157,10 @@ def test_every_rank_knows_whether_the_actors_servers_have_the_base(monkeypatch, 
 
 
 def prompts(**statuses: str) -> dict[str, dict[str, dict]]:
-    prompt_tags = {uid: {"is_prompt": True, "global_steps": 1, "status": status} for uid, status in statuses.items()}
+    prompt_tags = {
+        uid: {"is_prompt": True, "global_steps": 1, "status": status}
+        for uid, status in statuses.items()
+    }
     return {"train": prompt_tags | {f"{uid}_0_0": {"status": "success"} for uid in statuses}}
 
 
@@ -160,7 +179,9 @@ def test_a_failed_group_is_an_error_although_it_has_responses(sampler, others, p
     """verl takes it for a whole one."""
     buffer, state = sampler
     state[partition] = prompts(a="failure", **others)["train"]
-    with pytest.raises(UserError, match="responses to 1 of the prompts could not be generated") as caught:
+    with pytest.raises(
+        UserError, match="responses to 1 of the prompts could not be generated"
+    ) as caught:
         buffer.sample(1, partition, 1 + len(others))
     assert caught.value.where == "a"
 
@@ -170,7 +191,12 @@ def test_a_reward_that_failed_is_named_with_its_row_and_exception(sampler, tmp_p
     monkeypatch.setattr(reward, "_refusals", [])
     (tmp_path / "rewards.py").write_text("def score(**_): return {}['key']")
     keys = {"function": "rewards.py:score", "timeout_s": 60, "workers": 1, "folder": str(tmp_path)}
-    arguments = {"data_source": "sums", "solution_str": "x=3", "ground_truth": "3", "extra_info": {"index": 12}}
+    arguments = {
+        "data_source": "sums",
+        "solution_str": "x=3",
+        "ground_truth": "3",
+        "extra_info": {"index": 12},
+    }
     with pytest.raises(UserError) as raised:
         asyncio.run(reward.score(**keys, **arguments))
     reward.find("rewards.py:score", 1, str(tmp_path)).stop()
@@ -179,7 +205,14 @@ def test_a_reward_that_failed_is_named_with_its_row_and_exception(sampler, tmp_p
     with pytest.raises(UserError) as caught:
         buffer.sample(1, "train", 1)
     assert caught.value.what == raised.value.what and RESUME in caught.value.fix
-    for part in ("score raised KeyError", "row with index 12", "'sums'", "'key'", "rewards.py, line 1", "x=3"):
+    for part in (
+        "score raised KeyError",
+        "row with index 12",
+        "'sums'",
+        "'key'",
+        "rewards.py, line 1",
+        "x=3",
+    ):
         assert part in str(caught.value)
 
 
@@ -211,7 +244,10 @@ def test_a_process_that_dies_with_its_requests_is_noticed(sampler, actors, monke
     [
         ({"trainer_mode": "colocate_async"}, "trainer.v1.trainer_mode=colocate_async"),
         ({"sampler_kwargs": {"filter_groups": True}}, "algorithm.filter_groups.enable=True"),
-        ({"sampler_kwargs": {"sync_refill_failed_groups": True}}, "trainer.v1.sampler.sync_refill_failed_groups=True"),
+        (
+            {"sampler_kwargs": {"sync_refill_failed_groups": True}},
+            "trainer.v1.sampler.sync_refill_failed_groups=True",
+        ),
     ],
 )
 def test_what_the_sampler_would_ignore_is_refused_by_name(changes, key):
@@ -236,14 +272,23 @@ def test_a_workers_error_comes_out_as_it_was_raised(tmp_path):
     ("raised", "what", "fix"),
     [
         (zmq.Again(), "stopped answering", RESUME),
-        (UserError("a reward failed", fix=f"fix the cause and {RESUME}"), "a reward failed", "fix the cause"),
+        (
+            UserError("a reward failed", fix=f"fix the cause and {RESUME}"),
+            "a reward failed",
+            "fix the cause",
+        ),
     ],
 )
 def test_advice_to_run_again_says_what_that_does(tmp_path, monkeypatch, raised, what, fix):
     user_error = as_user_error(task_error(raised), tmp_path)
     assert what in user_error.what and fix in user_error.fix
-    assert "starts fresh, because there is no checkpoint" in user_error.fix and "resumes" not in user_error.fix
-    monkeypatch.setattr(failures, "whole_and_torn", lambda folder: ({4: folder, 12: folder}, {16: "torn"}))
+    assert (
+        "starts fresh, because there is no checkpoint" in user_error.fix
+        and "resumes" not in user_error.fix
+    )
+    monkeypatch.setattr(
+        failures, "whole_and_torn", lambda folder: ({4: folder, 12: folder}, {16: "torn"})
+    )
     assert "it resumes after step 12" in as_user_error(task_error(raised), tmp_path).fix
 
 
@@ -263,7 +308,8 @@ vllm:num_requests_running{engine="0",model_name="m"} 3.0
 
 def counters(*values: float) -> str:
     lines = [
-        f'vllm:num_preemptions_total{{engine="{i}",model_name="m {{x}}"}} {value}' for i, value in enumerate(values)
+        f'vllm:num_preemptions_total{{engine="{i}",model_name="m {{x}}"}} {value}'
+        for i, value in enumerate(values)
     ]
     return OTHERS + "\n".join(lines) + "\n"
 
@@ -284,7 +330,9 @@ def servers(monkeypatch):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    actor = SimpleNamespace(get_server_address=SimpleNamespace(remote=lambda: server.server_address))
+    actor = SimpleNamespace(
+        get_server_address=SimpleNamespace(remote=lambda: server.server_address)
+    )
     named = ["vllm_server_0_0", "vllm_server_1_0", "vllm_server_0_1", "agent_loop_worker_0"]
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
@@ -308,7 +356,10 @@ def test_a_step_logs_the_preemptions_of_its_generation(counter, servers, caplog)
     servers["text"] = counters(1.0, 2.0)
     with caplog.at_level(logging.WARNING):
         assert counter.sample(2, "train", 4)[1]["rollout/preemptions"] == 6.0
-    assert "6 times vLLM interrupted a response and computed it again, because the KV cache is too small" in caplog.text
+    assert (
+        "6 times vLLM interrupted a response and computed it again, because the KV cache is too small"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("answer", [OTHERS, ""])

@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, need
 TRANSFORMERS_MEAN = {"w4a16": 5e-3, "w8a8": 1e-2, "fp8": 2e-2}
 
 
-@pytest.mark.timeout(1800)  # vLLM multiplies e4m3 by oneDNN's reference code where a CPU has no other: minutes
+@pytest.mark.timeout(
+    1800
+)  # vLLM multiplies e4m3 by oneDNN's reference code where a CPU has no other: minutes
 @pytest.mark.parametrize("scheme", TRANSFORMERS_MEAN)
 def test_an_exported_checkpoint_is_the_trainers_model_everywhere(scheme):
     row = exported_row(scheme, 16)

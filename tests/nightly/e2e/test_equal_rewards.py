@@ -28,10 +28,14 @@ def always(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.mark.parametrize("backend", ["local", "verl"])
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
-def test_equal_rewards_leave_every_weight_as_it_was(backend: str, estimator: str, tmp_path: Path) -> None:
+def test_equal_rewards_leave_every_weight_as_it_was(
+    backend: str, estimator: str, tmp_path: Path
+) -> None:
     model = save_random_model(tmp_path / "model")
     data = tmp_path / "train.parquet"
-    pq.write_table(pa.Table.from_pylist([row(f"t{3 + i} t{20 + i} t{40 + i}") for i in range(16)]), data)
+    pq.write_table(
+        pa.Table.from_pylist([row(f"t{3 + i} t{20 + i} t{40 + i}") for i in range(16)]), data
+    )
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     changes = {
@@ -53,4 +57,6 @@ def test_equal_rewards_leave_every_weight_as_it_was(backend: str, estimator: str
     summary = json.loads((run_dir / "summary.json").read_text())
     exported = dict(read_tensors(Path(summary["checkpoint"])))
     assert exported.keys() == expected.keys()
-    assert [name for name, tensor in exported.items() if not torch.equal(tensor, expected[name])] == []
+    assert [
+        name for name, tensor in exported.items() if not torch.equal(tensor, expected[name])
+    ] == []

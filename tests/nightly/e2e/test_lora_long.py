@@ -16,11 +16,14 @@ MOE = ["model.path=models/tiny-qwen3-moe", 'quant.ignore=["lm_head","re:.*mlp[.]
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "overrides",
-    [[f"quant.scheme={name}"] for name in ("w4a16", "w8a8", "fp8", "bf16")] + [["quant.scheme=w4a16", *MOE]],
+    [[f"quant.scheme={name}"] for name in ("w4a16", "w8a8", "fp8", "bf16")]
+    + [["quant.scheme=w4a16", *MOE]],
     ids=["w4a16", "w8a8", "fp8", "bf16", "experts"],
 )
 def test_fifty_steps_have_no_mismatch(tmp_path, overrides):
-    settings = config(tmp_path, "lora.r=8", "optim.lr=1.5e-3", "trainer.total_training_steps=50", *overrides)
+    settings = config(
+        tmp_path, "lora.r=8", "optim.lr=1.5e-3", "trainer.total_training_steps=50", *overrides
+    )
     trainer = LocalTrainer(settings, prepare_run(settings))
     with trainer.engine:
         trainer.publish()

@@ -45,7 +45,9 @@ def run(settings: Config) -> dict:
 
 def values(settings: Config) -> dict[int, dict[str, str]]:
     return {
-        entry["step"]: {k: float(v).hex() for k, v in entry.items() if not k.startswith(NOT_COMPARED)}
+        entry["step"]: {
+            k: float(v).hex() for k, v in entry.items() if not k.startswith(NOT_COMPARED)
+        }
         for entry in read_metrics(settings.run_dir)
     }
 
@@ -53,7 +55,9 @@ def values(settings: Config) -> dict[int, dict[str, str]]:
 def final_state(settings: Config) -> list:
     checkpoint = open_checkpoint(settings.run_dir / "checkpoints" / "step_4")
     state = checkpoint.state
-    files = [state["files"][name]["sha256"] for name in ("model.safetensors", "optimizer.pt", "rng.pt")]
+    files = [
+        state["files"][name]["sha256"] for name in ("model.safetensors", "optimizer.pt", "rng.pt")
+    ]
     return [state["weights"], state["published"], state["sampler"], state["weight_version"], *files]
 
 
@@ -97,8 +101,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, monkeypatch, capfd,
     assert first["resume/step"] == 2 and first["resume/published_equal"] == 1
     assert first["resume/k3"] == first["mismatch/k3"]
     assert first["resume/k3_before"] == read_metrics(parts.run_dir)[1]["mismatch/k3"]
-    assert "resumes from" in output and "first step after the resume" in output and "warning" not in output
-    lines = [json.loads(line)["step"] for line in (parts.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert (
+        "resumes from" in output
+        and "first step after the resume" in output
+        and "warning" not in output
+    )
+    lines = [
+        json.loads(line)["step"]
+        for line in (parts.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert lines == [1, 2, 3, 3, 4]
 
 
@@ -119,7 +130,10 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(tmp_path, monkeypatch, 
     capfd.readouterr()
     summary = run(refused)
     output = capfd.readouterr().out
-    assert "warning: the checkpoint of step 2 failed, training continues" in output and "File too large" in output
+    assert (
+        "warning: the checkpoint of step 2 failed, training continues" in output
+        and "File too large" in output
+    )
     assert [entry["checkpoint/failed"] for entry in read_metrics(refused.run_dir)] == [0, 1, 0, 0]
     assert summary["failed_checkpoints"] == 1
     assert [step for step, _ in list_checkpoints(refused.run_dir / "checkpoints")] == [4, 3]

@@ -30,9 +30,19 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def train(folder: Path, run: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "qarl.train", "config=run.yaml", f"name={run}", *RUNS[run], *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "qarl.train",
+        "config=run.yaml",
+        f"name={run}",
+        *RUNS[run],
+        *overrides,
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=550)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=550
+    )
 
 
 def interrupted(folder: Path, run: str) -> None:
@@ -46,7 +56,9 @@ def change_extra_info(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, marks=[pytest.mark.verl] if run == "verl" else []) for run in RUNS])
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=[pytest.mark.verl] if run == "verl" else []) for run in RUNS]
+)
 def test_a_stored_run_resumes_and_compares_its_inputs_from_then_on(
     tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +78,10 @@ def test_a_stored_run_resumes_and_compares_its_inputs_from_then_on(
     before = sorted(path for path in (tmp_path / "runs").rglob("*") if path.is_file())
     refused = train(tmp_path, run, "trainer.total_training_steps=4")
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    for words in ("rms_norm_eps of the model's config.json was 1e-06, now 0.01", "extra_info in data.train_files"):
+    for words in (
+        "rms_norm_eps of the model's config.json was 1e-06, now 0.01",
+        "extra_info in data.train_files",
+    ):
         assert words in refused.stderr
     assert sorted(path for path in (tmp_path / "runs").rglob("*") if path.is_file()) == before
 
@@ -75,7 +90,11 @@ def test_a_stored_run_resumes_and_compares_its_inputs_from_then_on(
     (tmp_path / "model").rename(tmp_path / "moved")
     last = train(tmp_path, run, "trainer.total_training_steps=4", "model.path=moved")
     assert last.returncode == 0, last.stdout[-3000:] + last.stderr[-3000:]
-    for words in ("the source of the reward function changed", "model.path was", "after step 3 of 4"):
+    for words in (
+        "the source of the reward function changed",
+        "model.path was",
+        "after step 3 of 4",
+    ):
         assert words in last.stderr
 
 
@@ -92,5 +111,7 @@ def test_vllm_loads_a_stored_export(tmp_path: Path, run: str) -> None:
     unpack(tmp_path)
     export = tmp_path / "runs" / run / "export"
     adapter = export / "adapter" if "adapter" in run else None
-    tokens, _ = greedy_in_a_fresh_vllm(export, [[3, 4], [3, 5]], max_tokens=4, max_model_len=32, adapter=adapter)
+    tokens, _ = greedy_in_a_fresh_vllm(
+        export, [[3, 4], [3, 5]], max_tokens=4, max_model_len=32, adapter=adapter
+    )
     assert len(tokens) == 2

@@ -14,8 +14,15 @@ import pytest
 from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
 
-SMALL = ["trainer.total_training_steps=1", "trainer.val_max_prompts=8", "data.train_batch_size=6", "rollout.n=2"]
-SMALL += [f"actor.{key}_micro_batch_size_per_gpu=12" for key in ("ppo", "log_prob")] + ["actor.ppo_mini_batch_size=6"]
+SMALL = [
+    "trainer.total_training_steps=1",
+    "trainer.val_max_prompts=8",
+    "data.train_batch_size=6",
+    "rollout.n=2",
+]
+SMALL += [f"actor.{key}_micro_batch_size_per_gpu=12" for key in ("ppo", "log_prob")] + [
+    "actor.ppo_mini_batch_size=6"
+]
 MADE = ("models/tiny-qwen3", "data/column_addition")
 Run = Callable[..., str]
 
@@ -33,11 +40,24 @@ def run(tmp_path: Path) -> Run:
     environment = os.environ | {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
 
     def call(*words: str, cwd: Path = folder) -> str:
-        done = subprocess.run([sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, f"{words}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
         return done.stdout
 
-    call("-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path), cwd=source)
+    call(
+        "-m",
+        "pip",
+        "wheel",
+        ".",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        str(tmp_path),
+        cwd=source,
+    )
     ZipFile(next(tmp_path.glob("*.whl"))).extractall(installed)
     for name in MADE:  # `qarl demo` takes minutes to make them
         (folder / name).parent.mkdir(parents=True)
@@ -58,7 +78,9 @@ def test_a_reader_of_the_wheel(run: Run, tmp_path: Path) -> None:
     assert "| column_addition | 8 |" in run(*qarl, "eval", "runs/quickstart", "limit=8")
 
     shipped = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
-    assert run(*qarl, "demo", "examples").splitlines() == [f"examples/{name}: written" for name in shipped]
+    assert run(*qarl, "demo", "examples").splitlines() == [
+        f"examples/{name}: written" for name in shipped
+    ]
     (folder / "examples/own_reward.py").write_text("mine")
     assert "examples/own_reward.py: there already" in run(*qarl, "demo", "examples")
     assert (folder / "examples/own_reward.py").read_text() == "mine"

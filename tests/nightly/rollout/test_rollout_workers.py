@@ -14,7 +14,9 @@ from random_moe import save_random_moe
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 MODELS = {
-    "dense": lambda folder: save_random_model(folder, initializer_range=0.08, intermediate_size=128),
+    "dense": lambda folder: save_random_model(
+        folder, initializer_range=0.08, intermediate_size=128
+    ),
     "experts": save_random_moe,
 }
 

@@ -30,7 +30,14 @@ class Remote:
     """vLLM's interface for weights (`VLLMWeightSyncClient`), to the process of remote_engine.py."""
 
     def __init__(self, folder: Path, scheme: str) -> None:
-        command = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/remote_engine.py"), str(folder), scheme]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            str(ROOT / "tests/support/remote_engine.py"),
+            str(folder),
+            scheme,
+        ]
         self.log = (folder / "engine.log").open("w+")
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
@@ -87,7 +94,9 @@ def test_two_processes_and_a_killed_engine(tmp_path):
         kinds.append(transfer.sender.tally.known)
         names, tensors = zip(*packed_state_dict(model), strict=True)
         assert remote.digests() == dict(zip(names, checksums(tensors), strict=True))
-        answers.append(([(n, t.clone()) for n, t in packed_state_dict(model)], remote.generate(PROMPTS)))
+        answers.append(
+            ([(n, t.clone()) for n, t in packed_state_dict(model)], remote.generate(PROMPTS))
+        )
         step(model, number)
     assert kinds == [False, True, True]
 
@@ -96,7 +105,9 @@ def test_two_processes_and_a_killed_engine(tmp_path):
         transfer.send_weights()
     transfer.send_weights()
     assert not transfer.sender.tally.known
-    answers.append(([(n, t.clone()) for n, t in packed_state_dict(model)], remote.generate(PROMPTS)))
+    answers.append(
+        ([(n, t.clone()) for n, t in packed_state_dict(model)], remote.generate(PROMPTS))
+    )
 
     step(model, 8)
     remote.die()
@@ -110,7 +121,9 @@ def test_two_processes_and_a_killed_engine(tmp_path):
     transfer.connect()
     transfer.send_weights()
     assert not transfer.sender.tally.known
-    answers.append(([(n, t.clone()) for n, t in packed_state_dict(model)], remote.generate(PROMPTS)))
+    answers.append(
+        ([(n, t.clone()) for n, t in packed_state_dict(model)], remote.generate(PROMPTS))
+    )
     with pytest.raises(RuntimeError, match="without a matching start_weight_update"):
         remote.finish_weight_update("7")
     remote.fail()

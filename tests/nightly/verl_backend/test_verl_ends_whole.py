@@ -33,12 +33,16 @@ def command(folder: Path, *overrides: str) -> list[str]:
     """`qarl train` with a shipped config, on a tiny model and tiny data in `folder`."""
     model = save_random_model(folder / "model")
     (folder / "reward.py").write_text(REWARD)
-    write_rows(str(folder / "train.jsonl"), [row(f"t{3 + i} t{20 + i} t{40 + i}") for i in range(16)])
+    write_rows(
+        str(folder / "train.jsonl"), [row(f"t{3 + i} t{20 + i} t{40 + i}") for i in range(16)]
+    )
     files = []
     for place, (source, answers) in enumerate(SOURCES.items()):
         rows = [row(f"t{5 + place} t{6 + i}") for i in range(ROWS[source])]
         files.append(str(folder / f"{source}.jsonl"))
-        write_rows(files[-1], [entry | {"data_source": source, "__rollout_n__": answers} for entry in rows])
+        write_rows(
+            files[-1], [entry | {"data_source": source, "__rollout_n__": answers} for entry in rows]
+        )
     settings = {
         "output_dir": folder,
         "model.path": model,
@@ -58,13 +62,27 @@ def command(folder: Path, *overrides: str) -> list[str]:
         "trainer.logger": "[console]",
     }
     given = [f"{key}={value}" for key, value in settings.items()]
-    return [sys.executable, "-m", "qarl.train", "config=qwen2_5_math_1_5b_w4a16.yaml", *given, *overrides]
+    return [
+        sys.executable,
+        "-m",
+        "qarl.train",
+        "config=qwen2_5_math_1_5b_w4a16.yaml",
+        *given,
+        *overrides,
+    ]
 
 
-def run(folder: Path, *overrides: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+def run(
+    folder: Path, *overrides: str, **variables: str
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(
-        command(folder, *overrides), env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800
+        command(folder, *overrides),
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=800,
     )
     return done, folder / "qwen2_5_math_1_5b_w4a16"
 
@@ -81,8 +99,13 @@ def test_a_config_with_six_validation_files_runs_to_its_export(tmp_path):
     for when, step in (("before", 0), ("after", 2)):
         figures = [entries[step][f"val/accuracy/{source}"] for source in SOURCES]
         assert figures == [summary[f"accuracy_{when}/{source}"] for source in SOURCES]
-        assert summary[f"accuracy_{when}"] == pytest.approx(math.fsum(figures) / len(figures), abs=1e-12)
-        for source, answers in SOURCES.items():  # verl's own figure, which knows nothing of the others
+        assert summary[f"accuracy_{when}"] == pytest.approx(
+            math.fsum(figures) / len(figures), abs=1e-12
+        )
+        for (
+            source,
+            answers,
+        ) in SOURCES.items():  # verl's own figure, which knows nothing of the others
             verls = entries[step][f"val-core/{source}/reward/mean@{answers}"]
             assert entries[step][f"val/accuracy/{source}"] == pytest.approx(verls, abs=1e-6)
     assert "accuracy_after/olympiadbench" in done.stdout

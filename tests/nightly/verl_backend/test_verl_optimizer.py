@@ -38,7 +38,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def results(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[tuple[str, str], Any]]:
+def results(
+    model: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, dict[tuple[str, str], Any]]:
     """By number of ranks. The first job of each kind makes one update, and the second saves, continues and resumes."""
     folder: Path = tmp_path_factory.mktemp("engine")
     by_world = {}
@@ -46,16 +48,24 @@ def results(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, d
         jobs = {kind: job(*kind) for kind in KINDS}
         jobs["resumed"] = job("muon", "bf16") | {"checkpoint": str(folder / f"checkpoint{world}")}
         by_world[world] = dict(
-            zip(jobs, run_engine(folder, world, model, make_rows(model), list(jobs.values())), strict=True)
+            zip(
+                jobs,
+                run_engine(folder, world, model, make_rows(model), list(jobs.values())),
+                strict=True,
+            )
         )
     return by_world
 
 
-def updated(model: str, name: str, dtype: str, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def updated(
+    model: str, name: str, dtype: str, gradients: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The parameters after one update of whole tensors in this process."""
     kind = torch.float32 if dtype == "fp32" else torch.bfloat16
     parameters = dict(AutoModelForCausalLM.from_pretrained(model, dtype=kind).named_parameters())
-    optimizer = MuonAdamW(parameters.items(), lr=LR, weight_decay=OURS["weight_decay"], **SETTINGS[name])
+    optimizer = MuonAdamW(
+        parameters.items(), lr=LR, weight_decay=OURS["weight_decay"], **SETTINGS[name]
+    )
     for key, parameter in parameters.items():
         parameter.grad_dtype = None
         parameter.grad = gradients[key].clone()
@@ -65,7 +75,9 @@ def updated(model: str, name: str, dtype: str, gradients: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind", KINDS, ids=" ".join)
-def test_the_update_is_that_of_one_process(results: Any, model: str, kind: tuple[str, str], world: int) -> None:
+def test_the_update_is_that_of_one_process(
+    results: Any, model: str, kind: tuple[str, str], world: int
+) -> None:
     """Bit for bit. The gradients are FP32 sums over micro-batches of one response."""
     outcome = results[world][kind]
     assert {gradient.dtype for gradient in outcome["gradients"].values()} == {torch.float32}
@@ -82,7 +94,10 @@ def test_a_resumed_run_continues_bit_for_bit(results: Any, world: int) -> None:
     outcome = results[world]["resumed"]
     loaded, again, _ = outcome["parts"]["model_extra"]["tensors"]
     assert all(same_bytes(loaded[name], tensor) for name, tensor in outcome["loaded"].items())
-    assert any(not same_bytes(outcome["changed"][name], tensor) for name, tensor in outcome["loaded"].items())
+    assert any(
+        not same_bytes(outcome["changed"][name], tensor)
+        for name, tensor in outcome["loaded"].items()
+    )
     for name, tensor in outcome["changed"].items():
         assert same_bytes(again[name], tensor), name
 

@@ -26,7 +26,9 @@ FAMILIES = ["qwen2", "qwen3", "llama"]
 
 
 def load(folder: Path, level: str = "linears") -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
     align_model(model, level)
     return model
 
@@ -46,7 +48,9 @@ def vllm_layer(make: Any) -> Any:
 
 
 @needs_engine_attention
-@pytest.mark.parametrize(("size", "eps"), [(32, 1e-6), (128, 1e-6), (1000, 1e-6), (128, 1e-5), (128, 0.1)])
+@pytest.mark.parametrize(
+    ("size", "eps"), [(32, 1e-6), (128, 1e-6), (1000, 1e-6), (128, 1e-5), (128, 0.1)]
+)
 def test_norms_and_residual_equal_the_engines_over_many_additions(size, eps):
     """`RMSNorm` of vLLM with a residual, fed eight outputs one after the other, as eight half layers would."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -71,7 +75,9 @@ def test_norms_and_residual_equal_the_engines_over_many_additions(size, eps):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 7), (1, 70, 1000), (1, 513, 128), (3, 700, 4, 32)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (2, 3, 7), (1, 70, 1000), (1, 513, 128), (3, 700, 4, 32)]
+)
 def test_gradients_of_a_norm_equal_float64(shape, dtype):
     """The last two shapes have several blocks of rows, of which the last is smaller."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -90,7 +96,10 @@ def test_gradients_of_a_norm_equal_float64(shape, dtype):
 
 
 def test_a_residual_passes_its_gradient_to_both_operands():
-    output, hidden = torch.randn(3, 5).bfloat16().requires_grad_(), torch.randn(3, 5).requires_grad_()
+    output, hidden = (
+        torch.randn(3, 5).bfloat16().requires_grad_(),
+        torch.randn(3, 5).requires_grad_(),
+    )
     grad = torch.randn(3, 5)
     add_residual(output, hidden).backward(grad)
     assert torch.equal(hidden.grad, grad) and torch.equal(output.grad, grad.bfloat16())
@@ -120,8 +129,12 @@ def test_rotary_embedding_equals_the_engines(rope_type, head_dim):
     positions = torch.randperm(8192)[:600]
     query, key = torch.randn(600, 4, head_dim).bfloat16(), torch.randn(600, 2, head_dim).bfloat16()
     cos, sin = LlamaRotaryEmbedding(config)(query, positions[None])
-    ours = apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos.float(), sin.float())
-    rope = vllm_layer(lambda: get_rope(head_dim, 8192, rope_parameters=parameters, dtype=torch.bfloat16))
+    ours = apply_rotary_pos_emb(
+        query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos.float(), sin.float()
+    )
+    rope = vllm_layer(
+        lambda: get_rope(head_dim, 8192, rope_parameters=parameters, dtype=torch.bfloat16)
+    )
     theirs = rope.forward_cpu(positions, query.clone().flatten(1), key.clone().flatten(1))
     for mine, expected in zip(ours, theirs, strict=True):
         assert torch.equal(mine.bfloat16()[0].transpose(0, 1).flatten(1), expected)
@@ -130,12 +143,16 @@ def test_rotary_embedding_equals_the_engines(rope_type, head_dim):
     for mine, expected in zip(by_operator, theirs, strict=True):
         assert torch.equal(mine.flatten(0, 1).flatten(1), expected)
     exact = [tensor.detach().double().requires_grad_() for tensor in (query, key)]
-    by_formula = apply_rotary_pos_emb(*(t.transpose(0, 1)[None] for t in exact), cos.double(), sin.double())
+    by_formula = apply_rotary_pos_emb(
+        *(t.transpose(0, 1)[None] for t in exact), cos.double(), sin.double()
+    )
     for mine, formula, pair, wanted in zip(by_operator, by_formula, pairs, exact, strict=True):
         grad = torch.randn(mine.shape).bfloat16()
         mine.backward(grad, retain_graph=True)
         formula.backward(grad.double().flatten(0, 1).transpose(0, 1)[None])
-        torch.testing.assert_close(pair.grad.flatten(0, 1).double(), wanted.grad, rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(
+            pair.grad.flatten(0, 1).double(), wanted.grad, rtol=2**-8, atol=1e-6
+        )
 
 
 def unaligned_twin(layer: Any) -> Any:
@@ -169,10 +186,16 @@ def test_gradients_of_an_aligned_layer_match_float64(folders, family):
     mask = torch.full((40, 40), -torch.inf, dtype=torch.float64).triu(1)[None, None]
     routing = record.experts() if family == "qwen3_moe" else torch.empty(0)
     with replayed_routing(of_one_layer(truth), routing):
-        expected = truth(hidden64, attention_mask=mask, position_embeddings=(cos.double(), sin.double()))
+        expected = truth(
+            hidden64, attention_mask=mask, position_embeddings=(cos.double(), sin.double())
+        )
     expected.backward(grad.double())
-    tensors = {"output": output, "hidden": hidden.grad} | {n: p.grad for n, p in layer.named_parameters()}
-    wanted = {"output": expected, "hidden": hidden64.grad} | {n: p.grad for n, p in truth.named_parameters()}
+    tensors = {"output": output, "hidden": hidden.grad} | {
+        n: p.grad for n, p in layer.named_parameters()
+    }
+    wanted = {"output": expected, "hidden": hidden64.grad} | {
+        n: p.grad for n, p in truth.named_parameters()
+    }
     assert tensors.keys() == wanted.keys() and len(tensors) > 10
     for name, value in wanted.items():
         assert (tensors[name].double() - value).norm() <= 2**-6 * value.norm(), name
@@ -181,12 +204,16 @@ def test_gradients_of_an_aligned_layer_match_float64(folders, family):
 @needs_engine_attention
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe"])
-def test_an_aligned_attention_passes_the_arguments_of_transformers(folders, family, training, monkeypatch):
+def test_an_aligned_attention_passes_the_arguments_of_transformers(
+    folders, family, training, monkeypatch
+):
     """Everything but queries, keys and values, which transformers' class has not rounded."""
     calls: list[tuple[Any, ...]] = []
 
     def spy(module, query, key, value, mask, scaling, dropout=0.0, **options):
-        calls.append((module, [t.shape for t in (query, key, value)], mask, scaling, dropout, options))
+        calls.append(
+            (module, [t.shape for t in (query, key, value)], mask, scaling, dropout, options)
+        )
         return query.transpose(1, 2).bfloat16(), None
 
     monkeypatch.setattr("qarl.align.cpu.engine_attention", spy)
@@ -198,7 +225,13 @@ def test_an_aligned_attention_passes_the_arguments_of_transformers(folders, fami
         attention.config._attn_implementation = "spy"
         hidden = torch.randn(2, 5, 128).bfloat16()
         turns = model.model.rotary_emb(hidden, torch.arange(5)[None])
-        attention(hidden, position_embeddings=turns, attention_mask=None, position_ids=7, row_lengths=(5, 5))
+        attention(
+            hidden,
+            position_embeddings=turns,
+            attention_mask=None,
+            position_ids=7,
+            row_lengths=(5, 5),
+        )
     (ours, *mine), (_, *theirs) = calls
     assert isinstance(ours, AlignedAttention) and mine == theirs and mine[3] == 0.25 * training
 
@@ -222,7 +255,9 @@ def test_parameters_keys_and_class_names_stay(folders, family):
 @pytest.mark.parametrize("align_first", [True, False])
 def test_gradient_checkpointing_gives_the_same_gradients(folders, align_first):
     def gradients(checkpointing: bool) -> dict[str, torch.Tensor]:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folders["qwen3"], dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folders["qwen3"], dtype=torch.bfloat16
+        )
         quantize_model(model, scheme="w4a16", group_size=32)
         if align_first:
             align_model(model, "model")
@@ -233,10 +268,14 @@ def test_gradient_checkpointing_gives_the_same_gradients(folders, align_first):
             align_model(model, "model")
         calls = []
         handle = register_module_forward_hook(
-            lambda module, *_: calls.append(module) if type(module).__name__ == "Qwen3Attention" else None
+            lambda module, *_: (
+                calls.append(module) if type(module).__name__ == "Qwen3Attention" else None
+            )
         )
         torch.manual_seed(0)
-        model(input_ids=torch.randint(0, 64, (3, 20)), use_cache=False).logits.float().logsumexp(-1).sum().backward()
+        model(input_ids=torch.randint(0, 64, (3, 20)), use_cache=False).logits.float().logsumexp(
+            -1
+        ).sum().backward()
         handle.remove()
         assert len(calls) == 2 * (1 + checkpointing)
         return {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -252,7 +291,14 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers":
 WORKERS = "model: rollout.tensor_model_parallel_size=2: each worker"
 # Config, dtype, the asked level, workers, the level that is applied, and why.
 FALLBACKS: dict[str, tuple[Any, torch.dtype, str, int, str, str]] = {
-    "family": (transformers.MistralConfig(**SIZES, **HEADS), torch.bfloat16, "exact", 1, "linears", "not for mistral"),
+    "family": (
+        transformers.MistralConfig(**SIZES, **HEADS),
+        torch.bfloat16,
+        "exact",
+        1,
+        "linears",
+        "not for mistral",
+    ),
     "FP32": (LLAMA, torch.float32, "model", 1, "linears", "float32"),
     "off": (LLAMA, torch.bfloat16, "off", 1, "off", ""),
     "linears": (LLAMA, torch.bfloat16, "linears", 2, "linears", ""),
@@ -272,7 +318,9 @@ def test_what_is_not_built_falls_back_and_says_why(case):
     classes = [type(module) for module in model.modules()]
     alignment = align_model(model, asked, workers=workers)
     assert [type(module) for module in model.modules()] == classes and alignment.replaced == {}
-    assert (alignment.asked, alignment.level) == (asked, level) and bool(alignment.why_lower) == (asked != level)
+    assert (alignment.asked, alignment.level) == (asked, level) and bool(alignment.why_lower) == (
+        asked != level
+    )
     assert why in str(alignment) and ("fell back to linears" in str(alignment)) == (asked != level)
 
 
@@ -288,7 +336,11 @@ def test_a_level_is_resolved_without_a_model():
 @needs_engine_attention
 def test_exact_falls_back_to_model_where_an_operator_is_not_the_engines():
     alignment = align_model(tiny(transformers.LlamaConfig(**SIZES, **HEADS, head_dim=24)), "exact")
-    assert alignment.level == "model" and "head size 24" in str(alignment) and "fell back to model" in str(alignment)
+    assert (
+        alignment.level == "model"
+        and "head size 24" in str(alignment)
+        and "fell back to model" in str(alignment)
+    )
     model = tiny(LLAMA)
     quantize_model(model, scheme="w4a16", group_size=32)
     layer = model.model.layers[0].mlp.up_proj

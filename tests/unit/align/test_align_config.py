@@ -67,7 +67,10 @@ def test_the_table_holds_what_the_installed_packages_read():
 def test_every_key_that_either_side_reads_has_a_verdict(family):
     table = json.loads(TABLE.read_text())["families"][family]
     keys = {key for side in table.values() for key in side}
-    assert len(keys) > 100 and {"rms_norm_eps", "rope_parameters.partial_rotary_factor", "layer_types"} <= keys
+    assert (
+        len(keys) > 100
+        and {"rms_norm_eps", "rope_parameters.partial_rotary_factor", "layer_types"} <= keys
+    )
     assert [key for key in sorted(keys) if verdict(family, key) is None] == []
 
 
@@ -111,7 +114,9 @@ def with_rotary(family: str, parameters: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", SERVED)
 def test_rotary_embeddings_that_both_sides_make_are_served_at_level_model(family, name):
-    experts = {"num_experts": 8} if family == "qwen3_moe" else {}  # 128 of them take seconds to build
+    experts = (
+        {"num_experts": 8} if family == "qwen3_moe" else {}
+    )  # 128 of them take seconds to build
     config = make(family, **experts, **rotary_rows()[f"rotary {name}"])
     assert match_rotary(config).equal and match_rotary(config).near
     assert is_plain(config) == name.startswith(("default", "llama3"))
@@ -179,7 +184,9 @@ def test_a_launcher_without_a_gpu_leaves_the_rotary_embedding_to_the_trainer(mon
 @pytest.mark.parametrize("name", UNLIKE)
 def test_rotary_embeddings_that_differ_are_refused(name):
     config = with_rotary("llama", UNLIKE[name])
-    with pytest.raises(UserError, match=r"(?s)would compute different rotary embeddings.*rope_parameters"):
+    with pytest.raises(
+        UserError, match=r"(?s)would compute different rotary embeddings.*rope_parameters"
+    ):
         check_served(config)
 
 
@@ -188,14 +195,18 @@ def test_the_architecture_that_the_engine_picks_is_the_trainers():
     config = make("llama", architectures=["LlamaForCausalLM"])
     check_architecture(config)
     config.architectures = ["MistralForCausalLM"]
-    with pytest.raises(UserError, match="would run MistralForCausalLM, but the trainer would run LlamaForCausalLM"):
+    with pytest.raises(
+        UserError, match="would run MistralForCausalLM, but the trainer would run LlamaForCausalLM"
+    ):
         check_architecture(config)
 
 
 def test_a_config_of_which_no_model_can_be_built_is_refused():
     for family in ("mistral", *FAMILIES):
         config = transformers.CONFIG_MAPPING[family](**SIZES, pad_token_id=999)
-        with pytest.raises(UserError, match=r"(?s)no causal language model can be built.*Padding_idx"):
+        with pytest.raises(
+            UserError, match=r"(?s)no causal language model can be built.*Padding_idx"
+        ):
             check_served(config)
 
 
@@ -208,7 +219,9 @@ def test_every_way_in_refuses_a_config_in_the_same_words(startable_run, way):
     config = load_config(["config=run.yaml", *(["backend=verl"] if way == "verl" else [])])
     if way == "doctor":
         findings = run_checks(config, this_machine()).findings
-        assert wanted.value.what in [finding.what for finding in findings if finding.status == "error"]
+        assert wanted.value.what in [
+            finding.what for finding in findings if finding.status == "error"
+        ]
         return
     with pytest.raises(UserError) as refused:
         prepare_run(config) if way == "set-up" else check_run(config)

@@ -33,33 +33,53 @@ def test_norms_round_once(size: int, after_sum: bool) -> None:
     if missing := layer_ops.unavailable():
         pytest.skip(missing)
     x, weight = random(200, size), random(size, seed=2)
-    output, expected = layer_ops.rms_norm(x, weight, 1e-6, after_sum=after_sum), rms_norm_reference(x, weight, 1e-6)
+    output, expected = (
+        layer_ops.rms_norm(x, weight, 1e-6, after_sum=after_sum),
+        rms_norm_reference(x, weight, 1e-6),
+    )
     step = (output.float() - expected.float()).abs()
-    assert bool((step <= BF16_STEP * expected.float().abs() + 1e-6).all()) and float((step > 0).float().mean()) < 1e-3
+    assert (
+        bool((step <= BF16_STEP * expected.float().abs() + 1e-6).all())
+        and float((step > 0).float().mean()) < 1e-3
+    )
     rounded_twice = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
     assert float((rounded_twice.bfloat16() * weight != output).float().mean()) > 0.1
 
 
-def attention_inputs(length: int, heads: int = 4, kv_heads: int = 2, size: int = 128) -> tuple[torch.Tensor, ...]:
+def attention_inputs(
+    length: int, heads: int = 4, kv_heads: int = 2, size: int = 128
+) -> tuple[torch.Tensor, ...]:
     shapes = ((length, heads, size), (length, kv_heads, size), (length, kv_heads, size))
-    return tuple(random(*shape, seed=i, scale=2.0 if i < 2 else 1.0) for i, shape in enumerate(shapes))
+    return tuple(
+        random(*shape, seed=i, scale=2.0 if i < 2 else 1.0) for i, shape in enumerate(shapes)
+    )
 
 
-def exact_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def exact_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
     q, k, v = (tensor.double().transpose(0, 1)[None] for tensor in (query, key, value))
-    output = F.scaled_dot_product_attention(q, k, v, is_causal=len(query) > 1, scale=scale, enable_gqa=True)
+    output = F.scaled_dot_product_attention(
+        q, k, v, is_causal=len(query) > 1, scale=scale, enable_gqa=True
+    )
     return output[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize("lengths", [(1,), (16,), (17, 1, 40), (5, 160, 16, 3)], ids=str)
 def test_pages_hold_every_token_of_their_row(lengths: tuple[int, ...]) -> None:
     table, slots = layer_ops.pages(torch.tensor(lengths, dtype=torch.int32))
-    assert table.dtype == torch.int32 and table.shape == (len(lengths), -(-max(lengths) // layer_ops.PAGE))
+    assert table.dtype == torch.int32 and table.shape == (
+        len(lengths),
+        -(-max(lengths) // layer_ops.PAGE),
+    )
     tensor = random(sum(lengths), 2, 8)
     paged = layer_ops.into_pages(tensor, slots, int(table.max()) + 1)
     for pages, row in zip(table, tensor.split(lengths), strict=True):
         assert torch.equal(paged[pages].flatten(0, 1)[: len(row)], row)
-    used = [pages[: -(-length // layer_ops.PAGE)].tolist() for pages, length in zip(table, lengths, strict=True)]
+    used = [
+        pages[: -(-length // layer_ops.PAGE)].tolist()
+        for pages, length in zip(table, lengths, strict=True)
+    ]
     flat = [page for pages in used for page in pages]
     assert sorted(flat) == list(range(len(paged)))
 
@@ -82,7 +102,12 @@ def test_the_call_fits_vllms_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", module)
     inputs = attention_inputs(20)
     assert layer_ops.flash_attention(*inputs, 0.25, (17, 3)) is not None
-    assert (seen["fa_version"], seen["num_splits"], seen["causal"], seen["softmax_scale"]) == (3, 1, True, 0.25)
+    assert (seen["fa_version"], seen["num_splits"], seen["causal"], seen["softmax_scale"]) == (
+        3,
+        1,
+        True,
+        0.25,
+    )
     assert seen["cu_seqlens_q"].tolist() == [0, 17, 20] and seen["seqused_k"].tolist() == [17, 3]
     assert seen["block_table"].tolist() == [[0, 1], [2, 0]] and seen["k"].shape == (3, 16, 2, 128)
     assert (seen["max_seqlen_q"], seen["max_seqlen_k"]) == (17, 17)
@@ -119,5 +144,9 @@ def test_gradients_against_float64(name: str, monkeypatch: pytest.MonkeyPatch) -
     output.backward(grad)
     exact(*truth).backward(grad.double())
     for leaf, expected in zip(ours, truth, strict=True):
-        assert leaf.grad is not None and expected.grad is not None and leaf.grad.dtype == torch.bfloat16
+        assert (
+            leaf.grad is not None
+            and expected.grad is not None
+            and leaf.grad.dtype == torch.bfloat16
+        )
         assert float((leaf.grad.double() - expected.grad).norm() / expected.grad.norm()) < 6e-3

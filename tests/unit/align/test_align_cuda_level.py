@@ -72,13 +72,16 @@ def as_vllm_computes(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         attention, mlp = layer.self_attn, layer.mlp
         states, residual = add(layer.input_layernorm.weight)
         q, k, v = (
-            F.linear(states, getattr(attention, f"{name}_proj").weight).unflatten(-1, (-1, 32)) for name in "qkv"
+            F.linear(states, getattr(attention, f"{name}_proj").weight).unflatten(-1, (-1, 32))
+            for name in "qkv"
         )
         q, k = norm(q, attention.q_norm.weight, 1e-6), norm(k, attention.k_norm.weight, 1e-6)
         q, k = (rotary_reference(x, cosines, sines) for x in (q, k))
         states = F.linear(flash_reference(q, k, v, 32**-0.5).flatten(1), attention.o_proj.weight)
         states, residual = add(layer.post_attention_layernorm.weight)
-        gate, up = (F.linear(states, getattr(mlp, f"{name}_proj").weight) for name in ("gate", "up"))
+        gate, up = (
+            F.linear(states, getattr(mlp, f"{name}_proj").weight) for name in ("gate", "up")
+        )
         states = F.linear(silu_and_mul_reference(gate, up), mlp.down_proj.weight)
     return F.linear(add(model.model.norm.weight)[0], model.lm_head.weight)
 
@@ -94,8 +97,14 @@ def test_the_aligned_model_runs_vllms_operators_in_vllms_order() -> None:
 
 def test_the_first_norm_has_no_residual_and_all_others_do() -> None:
     _, model = aligned()
-    after_sum = {name: norm.after_sum for name, norm in model.named_modules() if isinstance(norm, cuda.CudaRMSNorm)}
-    first = {"model.layers.0.input_layernorm"} | {f"model.layers.{i}.self_attn.{n}_norm" for i in (0, 1) for n in "qk"}
+    after_sum = {
+        name: norm.after_sum
+        for name, norm in model.named_modules()
+        if isinstance(norm, cuda.CudaRMSNorm)
+    }
+    first = {"model.layers.0.input_layernorm"} | {
+        f"model.layers.{i}.self_attn.{n}_norm" for i in (0, 1) for n in "qk"
+    }
     assert {name for name, has_residual in after_sum.items() if not has_residual} == first
     assert len(after_sum) == 9
 
@@ -123,16 +132,22 @@ def test_the_level_says_if_no_device_has_confirmed_it(monkeypatch: pytest.Monkey
     config.head_dim = 128
     report = align_model(transformers.Qwen3ForCausalLM(config).bfloat16(), "model", device=GPU)
     assert report.unconfirmed is None and report.limit_level == "model"
-    assert all((ROOT / "benchmarks/results" / file).is_file() for file in layer_ops.CONTRACTS.values())
+    assert all(
+        (ROOT / "benchmarks/results" / file).is_file() for file in layer_ops.CONTRACTS.values()
+    )
     monkeypatch.setattr(layer_ops, "CONTRACTS", layer_ops.CONTRACTS | {"rms_norm": ""})
     assert "rounds in rms_norm, so" in str(unconfirmed("model", "cuda", config, eager=False))
-    assert all(unconfirmed(*place, config, eager=True) is None for place in (("linears", "cuda"), ("model", "cpu")))
+    assert all(
+        unconfirmed(*place, config, eager=True) is None
+        for place in (("linears", "cuda"), ("model", "cpu"))
+    )
     report = align_model(transformers.Qwen3ForCausalLM(config).bfloat16(), "model", device=GPU)
     assert "unconfirmed: no GPU has confirmed" in str(report) and report.limit_level == "linears"
 
 
 @pytest.mark.parametrize(
-    ("size", "eager", "why"), [(64, False, "heads of 64"), (192, False, "heads of 192"), (96, True, "enforce_eager")]
+    ("size", "eager", "why"),
+    [(64, False, "heads of 64"), (192, False, "heads of 192"), (96, True, "enforce_eager")],
 )
 def test_some_runs_promise_no_mismatch_on_a_confirmed_device(
     size: int, eager: bool, why: str, monkeypatch: pytest.MonkeyPatch
@@ -140,7 +155,9 @@ def test_some_runs_promise_no_mismatch_on_a_confirmed_device(
     monkeypatch.setattr(layer_ops, "CONTRACTS", dict.fromkeys(layer_ops.CONTRACTS, "gpu.json"))
     config = copy.deepcopy(CONFIG)
     config.head_dim = size
-    report = align_model(transformers.Qwen3ForCausalLM(config).bfloat16(), "model", device=GPU, eager=eager)
+    report = align_model(
+        transformers.Qwen3ForCausalLM(config).bfloat16(), "model", device=GPU, eager=eager
+    )
     assert (report.level, report.limit_level) == ("model", "linears")
     assert why in str(report) and "no GPU has confirmed" not in str(report)
 
@@ -152,14 +169,26 @@ def test_some_runs_promise_no_mismatch_on_a_confirmed_device(
         (CONFIG, "cuda", None, "model", ""),
         (CONFIG, "cuda", (8, 0), "linears", "not for 8.0"),
         (CONFIG, "npu", None, "linears", "not for npu"),
-        (transformers.Qwen3MoeConfig(num_hidden_layers=1), "cuda", None, "linears", "mixtures of experts"),
+        (
+            transformers.Qwen3MoeConfig(num_hidden_layers=1),
+            "cuda",
+            None,
+            "linears",
+            "mixtures of experts",
+        ),
     ],
     ids=["hopper", "unknown", "ampere", "npu", "experts"],
 )
-def test_where_the_level_is_built(config: Any, device: str, capability: Any, level: str, why: str) -> None:
-    resolved, reasons = resolve_level(config, "model", device_type=device, kernels=set(), capability=capability)
+def test_where_the_level_is_built(
+    config: Any, device: str, capability: Any, level: str, why: str
+) -> None:
+    resolved, reasons = resolve_level(
+        config, "model", device_type=device, kernels=set(), capability=capability
+    )
     assert resolved == level and why in "".join(reasons)
-    resolved, reasons = resolve_level(config, "exact", device_type=device, kernels=set(), capability=capability)
+    resolved, reasons = resolve_level(
+        config, "exact", device_type=device, kernels=set(), capability=capability
+    )
     assert resolved == level and reasons
 
 
@@ -171,8 +200,16 @@ def test_vllm_takes_the_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> No
 
     engine_arguments = layer_ops.ENGINE_ARGUMENTS
     compilation = CompilationConfig(**engine_arguments["compilation_config"])
-    assert compilation.mode == CompilationMode.NONE and compilation.cudagraph_mode.has_full_cudagraphs()
-    assert AttentionConfig(**engine_arguments["attention_config"]).flash_attn_max_num_splits_for_cuda_graph == 1
+    assert (
+        compilation.mode == CompilationMode.NONE
+        and compilation.cudagraph_mode.has_full_cudagraphs()
+    )
+    assert (
+        AttentionConfig(
+            **engine_arguments["attention_config"]
+        ).flash_attn_max_num_splits_for_cuda_graph
+        == 1
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for eager, asked in ((False, True), (True, True), (False, False)):
         config = EngineConfig("x", get_scheme("bf16"), (), 8, enforce_eager=eager, aligned=asked)

@@ -26,7 +26,11 @@ def random_attention(
 def test_attention_equals_the_engines_operator_on_a_prefill_of_each_row(shape, heads):
     """vLLM's attention backend with the metadata its builder makes for one prompt a time."""
     from vllm import _custom_ops as ops
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata, _get_attn_isa
+    from vllm.v1.attention.backends.cpu_attn import (
+        CPUAttentionBackendImpl,
+        CPUAttentionMetadata,
+        _get_attn_isa,
+    )
 
     query, key, value = random_attention(*shape, *heads)
     num_heads, kv_heads, head_dim = heads
@@ -36,16 +40,35 @@ def test_attention_equals_the_engines_operator_on_a_prefill_of_each_row(shape, h
     close = fp32_attention(torch.nn.Module(), query, key, value, None, scale)[0]
     for row in range(shape[0]):
         layer = torch.nn.Module()
-        layer.isa, layer._k_scale_float, layer._v_scale_float = _get_attn_isa(torch.bfloat16, 32, head_dim), 1.0, 1.0
+        layer.isa, layer._k_scale_float, layer._v_scale_float = (
+            _get_attn_isa(torch.bfloat16, 32, head_dim),
+            1.0,
+            1.0,
+        )
         q, k, v = (tensor[row].transpose(0, 1).contiguous() for tensor in (query, key, value))
         kv_cache = torch.zeros(-(-length // 32), kv_heads, 32, 2 * head_dim, dtype=torch.bfloat16)
-        starts, lengths = torch.tensor([0, length], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+        starts, lengths = (
+            torch.tensor([0, length], dtype=torch.int32),
+            torch.tensor([length], dtype=torch.int32),
+        )
         schedule = ops.cpu_attn_get_scheduler_metadata(
-            1, num_heads, kv_heads, head_dim, lengths, torch.bfloat16, starts, True, -1, layer.isa, True
+            1,
+            num_heads,
+            kv_heads,
+            head_dim,
+            lengths,
+            torch.bfloat16,
+            starts,
+            True,
+            -1,
+            layer.isa,
+            True,
         )
         table = torch.arange(len(kv_cache), dtype=torch.int32)[None]
         slots = torch.arange(length)
-        metadata = CPUAttentionMetadata(length, length, starts, length, lengths, table, slots, schedule)
+        metadata = CPUAttentionMetadata(
+            length, length, starts, length, lengths, table, slots, schedule
+        )
         impl.do_kv_cache_update(layer, k, v, kv_cache, slots)
         expected = impl.forward(layer, q, k, v, kv_cache, metadata, torch.empty_like(q))
         assert torch.equal(exact[row], expected)
@@ -57,16 +80,23 @@ def test_attention_equals_the_engines_operator_on_a_prefill_of_each_row(shape, h
 @pytest.mark.parametrize("heads", [(4, 2, 32), (9, 3, 64), (2, 2, 16)])
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 200, 333])
 def test_gradients_equal_float64_autograd_at_every_border_of_a_block(length, heads):
-    query, key, value = (tensor[0].double().requires_grad_() for tensor in random_attention(1, length, *heads))
+    query, key, value = (
+        tensor[0].double().requires_grad_() for tensor in random_attention(1, length, *heads)
+    )
     grad = torch.randn(heads[0], length, heads[2], dtype=torch.float64)
     output = torch.nn.functional.scaled_dot_product_attention(
-        *(tensor[None] for tensor in (query, key, value)), is_causal=True, scale=0.3, enable_gqa=True
+        *(tensor[None] for tensor in (query, key, value)),
+        is_causal=True,
+        scale=0.3,
+        enable_gqa=True,
     )
     expected = torch.autograd.grad(output[0], (query, key, value), grad)
     inputs = [tensor.detach() for tensor in (query, key, value)]
     for ours, truth in zip(causal_gradients(*inputs, grad, 0.3), expected, strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
-    for ours, truth in zip(causal_gradients(*(x.float() for x in (*inputs, grad)), 0.3), expected, strict=True):
+    for ours, truth in zip(
+        causal_gradients(*(x.float() for x in (*inputs, grad)), 0.3), expected, strict=True
+    ):
         torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-4)
 
 
@@ -77,7 +107,10 @@ def test_each_row_of_a_pack_has_its_own_gradients():
     weight = torch.randn(1, sum(lengths), 4, 32).bfloat16()
     exact = {"scaling": 0.2, "row_lengths": lengths, "prompt_lengths": torch.tensor([2, 30, 1, 0])}
     results = []
-    for attention, options in ((engine_attention, exact), (fp32_attention, {"scaling": 0.2, "row_lengths": lengths})):
+    for attention, options in (
+        (engine_attention, exact),
+        (fp32_attention, {"scaling": 0.2, "row_lengths": lengths}),
+    ):
         output = attention(torch.nn.Module(), *tensors, None, **options)[0]
         results.append(torch.autograd.grad(output, tensors, weight))
     for ours, other in zip(*results, strict=True):
@@ -91,7 +124,8 @@ def test_what_the_operator_refuses_is_computed_in_fp32(case):
     mask = torch.ones(12, 12, dtype=torch.bool).tril()[None, None] if case == "mask" else None
     query = query if case == "mask" else query[:, :, -1:]
     outputs = [
-        attend(torch.nn.Module(), query, key, value, mask, 0.2)[0] for attend in (engine_attention, fp32_attention)
+        attend(torch.nn.Module(), query, key, value, mask, 0.2)[0]
+        for attend in (engine_attention, fp32_attention)
     ]
     assert torch.equal(*outputs) and outputs[0].any()
 
@@ -102,9 +136,12 @@ def test_queries_are_scaled_without_rounding():
     output = fp32_attention(torch.nn.Module(), query, key, value, None, 0.3)[0]
     groups = query.shape[1] // key.shape[1]
     q, k, v = (
-        tensor.double() for tensor in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+        tensor.double()
+        for tensor in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
     )
-    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3).transpose(1, 2)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=0.3
+    ).transpose(1, 2)
     assert (output != exact.bfloat16()).float().mean() < 0.02
     fine = query.float() * (1 + 2**-10)  # between two BF16 numbers: the engine sees the nearer one
     assert torch.equal(fp32_attention(torch.nn.Module(), fine, key, value, None, 0.3)[0], output)
@@ -129,7 +166,9 @@ def test_the_engines_operator_gets_a_prompt_as_one_prefill_and_tokens_as_decodes
 
     original, asked = ops.cpu_attn_get_scheduler_metadata, []
     monkeypatch.setattr(
-        ops, "cpu_attn_get_scheduler_metadata", lambda **arguments: asked.append(arguments) or original(**arguments)
+        ops,
+        "cpu_attn_get_scheduler_metadata",
+        lambda **arguments: asked.append(arguments) or original(**arguments),
     )
     query, key, value = random_attention(1, 12)
     rows = {"row_lengths": (8, 4), "prompt_lengths": torch.tensor([5, 2])}
@@ -137,7 +176,9 @@ def test_the_engines_operator_gets_a_prompt_as_one_prefill_and_tokens_as_decodes
     (arguments,) = asked
     assert arguments["seq_lens"].tolist() == [5, 6, 7, 8, 2, 3, 4]
     assert arguments["query_start_loc"].tolist() == [0, 5, 6, 7, 8, 10, 11, 12]
-    assert arguments["enable_kv_split"] is False  # one thread has nothing to split: its bits would not tell
+    assert (
+        arguments["enable_kv_split"] is False
+    )  # one thread has nothing to split: its bits would not tell
 
 
 @needs_engine_attention
@@ -148,8 +189,12 @@ def test_a_row_of_attention_does_not_depend_on_the_rows_beside_it_or_on_what_fol
         for rows in (slice(0, 1), slice(1, 4)):
             part = attention(torch.nn.Module(), query[rows], key[rows], value[rows], None, 0.2)[0]
             assert torch.equal(part, whole[rows])
-    short = engine_attention(torch.nn.Module(), query[:, :, :70], key[:, :, :70], value[:, :, :70], None, 0.2)[0]
-    assert torch.equal(short, engine_attention(torch.nn.Module(), query, key, value, None, 0.2)[0][:, :70])
+    short = engine_attention(
+        torch.nn.Module(), query[:, :, :70], key[:, :, :70], value[:, :, :70], None, 0.2
+    )[0]
+    assert torch.equal(
+        short, engine_attention(torch.nn.Module(), query, key, value, None, 0.2)[0][:, :70]
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,7 +227,9 @@ def test_a_row_of_a_pack_has_the_bits_of_a_call_of_its_own(threads):
         ends = torch.tensor(lengths).cumsum(0).tolist()
         for (length, prompt), end in zip(rows, ends, strict=True):
             row = [tensor[:, :, end - length : end] for tensor in pack]
-            alone = engine_attention(torch.nn.Module(), *row, None, 0.1, prompt_lengths=torch.tensor([prompt]))[0]
+            alone = engine_attention(
+                torch.nn.Module(), *row, None, 0.1, prompt_lengths=torch.tensor([prompt])
+            )[0]
             assert torch.equal(alone, whole[:, end - length : end]), (length, prompt)
     finally:
         torch.set_num_threads(before)
@@ -191,19 +238,28 @@ def test_a_row_of_a_pack_has_the_bits_of_a_call_of_its_own(threads):
 @needs_engine_attention
 def test_padding_has_no_output_and_no_gradient():
     tensors = [tensor.detach().requires_grad_() for tensor in random_attention(3, 70)]
-    options = {"scaling": 0.2, "row_lengths": (70, 5, 64), "prompt_lengths": torch.tensor([3, 5, 0])}
+    options = {
+        "scaling": 0.2,
+        "row_lengths": (70, 5, 64),
+        "prompt_lengths": torch.tensor([3, 5, 0]),
+    }
     output = engine_attention(torch.nn.Module(), *tensors, None, **options)[0]
     gradients = torch.autograd.grad(output, tensors, torch.ones_like(output))
     for row, length in enumerate(options["row_lengths"]):
         assert output[row, :length].any() and not output[row, length:].any()
-        assert all(gradient[row, :, :length].any() and not gradient[row, :, length:].any() for gradient in gradients)
+        assert all(
+            gradient[row, :, :length].any() and not gradient[row, :, length:].any()
+            for gradient in gradients
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_a_query_that_sees_no_key_gets_zeros_and_no_nan(dtype):
     """Padding on the left: its NaN would be the next layer's values, and 0 * NaN every later token's output."""
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(1, 2, 6, 32, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
+    inputs = [
+        torch.randn(1, 2, 6, 32, generator=generator).bfloat16().requires_grad_() for _ in range(3)
+    ]
     seen = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
     seen[..., :2] = False
     mask = seen if dtype == torch.bool else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
@@ -214,4 +270,8 @@ def test_a_query_that_sees_no_key_gets_zeros_and_no_nan(dtype):
     assert torch.equal(output[:, 2:], alone)
     output.float().square().sum().backward()
     for tensor in inputs:
-        assert tensor.grad.isfinite().all() and tensor.grad[:, :, 2:].any() and not tensor.grad[:, :, :2].any()
+        assert (
+            tensor.grad.isfinite().all()
+            and tensor.grad[:, :, 2:].any()
+            and not tensor.grad[:, :, :2].any()
+        )

@@ -21,7 +21,9 @@ HEADS, KEY_HEADS, SIZE = 4, 2, 16
 def inputs(tokens: int = sum(ROWS), dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, tokens, SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
 
 
 def module(causal: bool = True) -> Any:
@@ -30,7 +32,9 @@ def module(causal: bool = True) -> Any:
     return made
 
 
-def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+def eager(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kwargs: dict[str, Any]
+) -> torch.Tensor:
     """transformers' eager attention of one row, with the mask that its classes make of the same arguments."""
     kwargs = dict(kwargs)
     length = q.shape[2]
@@ -39,20 +43,29 @@ def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kwargs: dict[str, A
         seen = seen.tril()
     if window := kwargs.pop("sliding_window", None):
         seen = seen.triu(1 - window)
-    mask = torch.zeros(1, 1, length, length, dtype=q.dtype).masked_fill(~seen, torch.finfo(q.dtype).min)
+    mask = torch.zeros(1, 1, length, length, dtype=q.dtype).masked_fill(
+        ~seen, torch.finfo(q.dtype).min
+    )
     source = importlib.import_module("transformers.models.gemma2.modeling_gemma2")
     scaling = kwargs.pop("scaling", SIZE**-0.5)
-    output: torch.Tensor = source.eager_attention_forward(module(), q, k, v, mask, scaling=scaling, **kwargs)[0]
+    output: torch.Tensor = source.eager_attention_forward(
+        module(), q, k, v, mask, scaling=scaling, **kwargs
+    )[0]
     return output
 
 
-def run(form: str, attend: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> torch.Tensor:
+def run(
+    form: str, attend: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]
+) -> torch.Tensor:
     """The attention [tokens, H, D] of rows of `ROWS` tokens, in one of three forms of a forward."""
     parts = list(zip(*(tensor.split(ROWS, 2) for tensor in tensors), strict=True))
     if form == "alone":
         window = kwargs.get("sliding_window")
         # transformers makes the mask of a row that is not packed.
-        alone = [attend(module(), *part, packed_attention._window_mask(part[0], window), **kwargs)[0] for part in parts]
+        alone = [
+            attend(module(), *part, packed_attention._window_mask(part[0], window), **kwargs)[0]
+            for part in parts
+        ]
         return torch.cat(alone, 1)[0]
     if form == "packed":
         return attend(module(), *tensors, None, row_lengths=ROWS, **kwargs)[0][0]
@@ -61,11 +74,18 @@ def run(form: str, attend: Any, tensors: list[torch.Tensor], kwargs: dict[str, A
         return attend(module(), *tensors, None, **kwargs, position_ids=positions)[0][0]
     longest = max(ROWS)
     padded = [
-        torch.cat([nn.functional.pad(part[i], (0, 0, 0, longest - part[i].shape[2]), value=9.0) for part in parts])
+        torch.cat(
+            [
+                nn.functional.pad(part[i], (0, 0, 0, longest - part[i].shape[2]), value=9.0)
+                for part in parts
+            ]
+        )
         for i in range(3)
     ]
     output = attend(module(), *padded, None, row_lengths=ROWS, **kwargs)[0]
-    assert not any(row[length:].any() for row, length in zip(output, ROWS, strict=True)), "zeros in the padding"
+    assert not any(row[length:].any() for row, length in zip(output, ROWS, strict=True)), (
+        "zeros in the padding"
+    )
     return torch.cat([row[:length] for row, length in zip(output, ROWS, strict=True)])
 
 
@@ -85,8 +105,12 @@ def test_an_argument_acts_as_in_eager_attention(name, form):
     parts = list(zip(*(tensor.split(ROWS, 2) for tensor in tensors), strict=True))
     for case in CASES[name]:
         expected = torch.cat([eager(*part, case) for part in parts], 1)[0]
-        without = torch.cat([eager(*part, {k: v for k, v in case.items() if k != name}) for part in parts], 1)[0]
-        assert (expected - without).abs().max() > 1e-3, "the case must tell whether the argument acts"
+        without = torch.cat(
+            [eager(*part, {k: v for k, v in case.items() if k != name}) for part in parts], 1
+        )[0]
+        assert (expected - without).abs().max() > 1e-3, (
+            "the case must tell whether the argument acts"
+        )
         output = run(form, rows_attention, tensors, case)
         # eager's softmax rounds scores, here up to 50, to FP32: by 2e-6, and two of them to a quotient
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
@@ -98,7 +122,9 @@ def test_dropout_acts(form, case):
     tensors = inputs()
     torch.manual_seed(0)
     without_dropout = run(form, rows_attention, tensors, case)
-    draws = torch.stack([run(form, rows_attention, tensors, case | {"dropout": 0.3}) for _ in range(400)])
+    draws = torch.stack(
+        [run(form, rows_attention, tensors, case | {"dropout": 0.3}) for _ in range(400)]
+    )
     assert draws.std(0).amax() > 0.1
     error = (draws.mean(0) - without_dropout).abs() / (draws.std(0) / 20 + 1e-9)
     assert error[draws.std(0) > 0.01].max() < 6
@@ -113,7 +139,13 @@ def test_a_window_without_causality_is_refused():
 @pytest.mark.parametrize("name", ["softcap", "sliding_window", "is_causal"])
 def test_levels_model_and_exact_refuse_what_they_do_not_apply(attend, name):
     with pytest.raises(ValueError, match=name):
-        attend(module(), *inputs(dtype=torch.bfloat16), None, row_lengths=ROWS, **{"scaling": 0.25} | CASES[name][0])
+        attend(
+            module(),
+            *inputs(dtype=torch.bfloat16),
+            None,
+            row_lengths=ROWS,
+            **{"scaling": 0.25} | CASES[name][0],
+        )
 
 
 def test_blocks_of_queries_give_the_same_values_and_gradients(monkeypatch):

@@ -15,7 +15,12 @@ from qarl.quant import get_scheme
 from qarl.quant.meta_model import check_buffers, restore_buffers, wrong_buffers
 from qarl.trainer.policy import Policy
 
-SIZES = {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 64, "moe_intermediate_size": 32}
+SIZES = {
+    "num_hidden_layers": 1,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+    "moe_intermediate_size": 32,
+}
 
 
 def load(folder: object, dtype: torch.dtype = torch.bfloat16):
@@ -56,7 +61,10 @@ def test_each_kind_of_rotary_embedding(tmp_path, rotary):
         model = load(folder, torch.float32).to(dtype)
         restore_buffers(model)
         for name, buffer in model.named_buffers():
-            assert buffer.dtype == expected[name].dtype and torch.equal(buffer, expected[name]), (dtype, name)
+            assert buffer.dtype == expected[name].dtype and torch.equal(buffer, expected[name]), (
+                dtype,
+                name,
+            )
 
 
 def test_a_changed_bit_is_noticed(tmp_path):

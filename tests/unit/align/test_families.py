@@ -11,7 +11,14 @@ from cpu_features import needs_vllm_cpu
 from engine_helpers import config
 
 from qarl.align import families
-from qarl.align.families import FAMILIES, SHOWN, WITHOUT_ADAPTERS, check_adapters, check_family, shown_mismatch
+from qarl.align.families import (
+    FAMILIES,
+    SHOWN,
+    WITHOUT_ADAPTERS,
+    check_adapters,
+    check_family,
+    shown_mismatch,
+)
 from qarl.checks.model import level_notes
 from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import DEFAULT_LIMITS
@@ -33,10 +40,17 @@ def test_the_table_is_what_was_measured():
     agreed = {
         name.removesuffix(" w4a16"): row["linears"]["mean"]
         for name, row in results.items()
-        if "linears" in row and row["linears"]["mean"] <= families.LARGEST_SHARE * row["off"]["mean"]
+        if "linears" in row
+        and row["linears"]["mean"] <= families.LARGEST_SHARE * row["off"]["mean"]
     }
-    assert {"mistral", "gemma2", "granite"} <= set(agreed) and not {"opt", "ministral3", "cohere2"} & set(agreed)
-    listed = {family: mean for family, mean in agreed.items() if family not in (*FAMILIES, *OTHER_EXPERTS)}
+    assert {"mistral", "gemma2", "granite"} <= set(agreed) and not {
+        "opt",
+        "ministral3",
+        "cohere2",
+    } & set(agreed)
+    listed = {
+        family: mean for family, mean in agreed.items() if family not in (*FAMILIES, *OTHER_EXPERTS)
+    }
     assert {family: float(f"{mean:.1e}") for family, mean in listed.items()} == SHOWN
     assert max(SHOWN.values()) < DEFAULT_LIMITS["linears"] / 5
 
@@ -65,7 +79,9 @@ def test_vllm_serves_adapters_of_all_families_but_those_that_are_named():
     from vllm.model_executor.models.registry import ModelRegistry
 
     served = {
-        name for name in (*FAMILIES, *SHOWN) if supports_lora(ModelRegistry.models[CLASSES[name]].load_model_cls())
+        name
+        for name in (*FAMILIES, *SHOWN)
+        if supports_lora(ModelRegistry.models[CLASSES[name]].load_model_cls())
     }
     assert {*FAMILIES, *SHOWN} - served == {*WITHOUT_ADAPTERS}
     with pytest.raises(UserError, match="falcon cannot have adapters"):
@@ -76,7 +92,9 @@ def test_vllm_serves_adapters_of_all_families_but_those_that_are_named():
 @pytest.mark.parametrize("asked", ["model", "linears"])
 def test_the_level_is_told_before_the_model_is_loaded(asked, tmp_path):
     told = "\n".join(level_notes(config(tmp_path, f"quant.align={asked}"), named("mistral")))
-    assert ("quant.align=model falls back to linears" in told and "not for mistral" in told) == (asked == "model")
+    assert ("quant.align=model falls back to linears" in told and "not for mistral" in told) == (
+        asked == "model"
+    )
     assert "a random model was compared only at level linears: mean |δ|" in told
     assert level_notes(config(tmp_path, f"quant.align={asked}"), named("qwen3")) == []
     assert shown_mismatch(named("qwen3")) is None

@@ -15,7 +15,15 @@ from checkout import ROOT
 from cpu_features import needs_vllm_cpu
 
 from qarl.align.families import FAMILIES, SHOWN
-from qarl.align.model_config import COMPARED, REFUSED, SIZES, TABLE, VERDICTS, check_config_keys, read_keys
+from qarl.align.model_config import (
+    COMPARED,
+    REFUSED,
+    SIZES,
+    TABLE,
+    VERDICTS,
+    check_config_keys,
+    read_keys,
+)
 from qarl.checks.model import check_served
 from qarl.config import load_config
 from qarl.errors import UserError
@@ -30,7 +38,12 @@ BY_LOADING = (
     "the engine would run MistralForCausalLM, but the trainer would run MinistralForCausalLM",
     "config or tokenizer cannot be loaded",  # transformers' own class cannot take the value
 )
-BY_NAME = (" is refused", "are refused", "would compute different rotary embeddings from this config", *BY_LOADING)
+BY_NAME = (
+    " is refused",
+    "are refused",
+    "would compute different rotary embeddings from this config",
+    *BY_LOADING,
+)
 
 
 def test_every_row_was_measured_or_refused_by_name() -> None:
@@ -39,7 +52,11 @@ def test_every_row_was_measured_or_refused_by_name() -> None:
         assert set(measured[family]) == set(rows(family)), family
     for family, name, row in results():
         assert "failed" not in row, (family, name, row)
-        assert "w4a16" in row or any(words in row["refused"] for words in BY_NAME), (family, name, row)
+        assert "w4a16" in row or any(words in row["refused"] for words in BY_NAME), (
+            family,
+            name,
+            row,
+        )
 
 
 def test_no_accepted_row_is_a_different_model() -> None:
@@ -72,21 +89,35 @@ def test_every_row_is_accepted_or_refused_in_the_words_of_its_measurement(family
         if row.get("refused", "").startswith(BY_LOADING):
             continue
         message = refusal(small_config(family, **rows(family)[name]))
-        assert message is None if "w4a16" in row else row["refused"].startswith(message or "accepted"), name
+        assert (
+            message is None if "w4a16" in row else row["refused"].startswith(message or "accepted")
+        ), name
 
 
 def test_every_key_that_counts_has_a_measured_row() -> None:
     table = json.loads(TABLE.read_text())["families"]
     for family in FAMILIES:
-        counting = {key for key in set.intersection(*map(set, table[family].values())) if VERDICTS.get(key) == "both"}
+        counting = {
+            key
+            for key in set.intersection(*map(set, table[family].values()))
+            if VERDICTS.get(key) == "both"
+        }
         refused = {key for key, refusal in REFUSED.items() if family in refusal.families}
-        assert counting - SIZES | refused <= {key for changes in rows(family).values() for key in changes}, family
+        assert counting - SIZES | refused <= {
+            key for changes in rows(family).values() for key in changes
+        }, family
 
 
 UNMEASURED = {
     "exaone4": {"attention_bias": True},
     "jais2": {"interleaved_sliding_window": 8},
-    "mistral": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}},
+    "mistral": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
 }
 
 
@@ -99,9 +130,14 @@ def test_a_value_that_was_never_compared_is_refused_by_name(family: str) -> None
 
 @pytest.mark.parametrize("family", SHOWN)
 def test_every_key_that_is_read_is_compared_or_refused(family: str) -> None:
-    read, follow = read_keys(family), {"head_dim", "sliding_window_pattern"}  # in some families from other keys
+    read, follow = (
+        read_keys(family),
+        {"head_dim", "sliding_window_pattern"},
+    )  # in some families from other keys
     assert len(read) > 80 and COMPARED[family].keys() <= read | {"sliding_window_pattern"}
-    assert COMPARED[family].keys() - follow <= {key for changes in rows(family).values() for key in changes}
+    assert COMPARED[family].keys() - follow <= {
+        key for changes in rows(family).values() for key in changes
+    }
     config = small_config(family)
     check_config_keys(config)
     object.__setattr__(config, "logits_are_halved", True)
@@ -110,13 +146,19 @@ def test_every_key_that_is_read_is_compared_or_refused(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", SHOWN)
-def test_every_family_loads_without_dropout(family: str, startable_run: Any, pristine_model: Path) -> None:
+def test_every_family_loads_without_dropout(
+    family: str, startable_run: Any, pristine_model: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     shutil.rmtree("model")
-    AutoModelForCausalLM.from_config(small_config(family), dtype=torch.bfloat16).save_pretrained("model")
+    AutoModelForCausalLM.from_config(small_config(family), dtype=torch.bfloat16).save_pretrained(
+        "model"
+    )
     for file in pristine_model.glob("*token*"):
         shutil.copy(file, "model")
     policy = Policy.load(load_config(["config=run.yaml", "quant.scheme=bf16", "quant.align=off"]))
-    assert all(module.p == 0 for module in policy.model.modules() if "Dropout" in type(module).__name__)
+    assert all(
+        module.p == 0 for module in policy.model.modules() if "Dropout" in type(module).__name__
+    )
     assert not any(getattr(policy.model.config, key, 0) for key in DROPOUTS)

@@ -31,7 +31,9 @@ def sharpened(model: Any, cap: float) -> None:
         layer.self_attn.scaling *= 20
 
 
-@pytest.mark.parametrize(("family", "cap"), [*((family, None) for family in (*FAMILIES, *SHOWN)), ("gemma2", 5.0)])
+@pytest.mark.parametrize(
+    ("family", "cap"), [*((family, None) for family in (*FAMILIES, *SHOWN)), ("gemma2", 5.0)]
+)
 @torch.no_grad()
 def test_a_packed_or_padded_row_is_the_row_alone(family, cap):
     """Told by positions alone, as verl does, and by `row_lengths`; FP32, so that only leaks and positions count."""
@@ -41,7 +43,9 @@ def test_a_packed_or_padded_row_is_the_row_alone(family, cap):
     ids = torch.randint(1, 64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     if family not in PADDED:
         model.set_attn_implementation("eager")  # transformers' sdpa drops Gemma 2's soft-cap
-    alone = torch.cat([model(input_ids=row, use_cache=False).logits for row in ids.split(LENGTHS, 1)], 1)
+    alone = torch.cat(
+        [model(input_ids=row, use_cache=False).logits for row in ids.split(LENGTHS, 1)], 1
+    )
     if family not in PADDED:
         model.set_attn_implementation("sdpa")
     whole = model(input_ids=ids, use_cache=False).logits
@@ -50,18 +54,26 @@ def test_a_packed_or_padded_row_is_the_row_alone(family, cap):
     if family in PADDED:
         return
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    padded = torch.cat([nn.functional.pad(row, (0, max(LENGTHS) - row.shape[1])) for row in ids.split(LENGTHS, 1)])
+    padded = torch.cat(
+        [nn.functional.pad(row, (0, max(LENGTHS) - row.shape[1])) for row in ids.split(LENGTHS, 1)]
+    )
     for arguments in ({}, {"row_lengths": LENGTHS}):
         packed = model(input_ids=ids, position_ids=positions, use_cache=False, **arguments).logits
         torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
-        rows = model(input_ids=padded, attention_mask=(padded > 0).long(), use_cache=False, **arguments).logits
-        unpadded = torch.cat([row[:length] for row, length in zip(rows, LENGTHS, strict=True)])[None]
+        rows = model(
+            input_ids=padded, attention_mask=(padded > 0).long(), use_cache=False, **arguments
+        ).logits
+        unpadded = torch.cat([row[:length] for row, length in zip(rows, LENGTHS, strict=True)])[
+            None
+        ]
         torch.testing.assert_close(unpadded, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_that_attention_cannot_tell_apart_are_not_packed():
     config = random_model("falcon").config
-    with pytest.raises(UserError, match=r"rows of falcon cannot be packed[\s\S]*set model.use_remove_padding=false"):
+    with pytest.raises(
+        UserError, match=r"rows of falcon cannot be packed[\s\S]*set model.use_remove_padding=false"
+    ):
         check_rows(config, packed=True)
     check_rows(config, packed=False)
     check_rows(random_model("mistral").config, packed=True)
@@ -80,18 +92,23 @@ def test_plain_and_masked_forwards_are_transformers_own():
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
     for arguments in ({}, {"attention_mask": mask}):
-        assert torch.equal(rows(input_ids=ids, **arguments).logits, plain(input_ids=ids, **arguments).logits)
+        assert torch.equal(
+            rows(input_ids=ids, **arguments).logits, plain(input_ids=ids, **arguments).logits
+        )
     how = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     assert torch.equal(rows.generate(ids, **how), plain.generate(ids, **how))
 
 
 def random_rows(batch: int, tokens: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randn(batch, heads, tokens, 16, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    return [
+        torch.randn(batch, heads, tokens, 16, generator=generator).bfloat16() for heads in (4, 2, 2)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("batch", "lengths"), [(1, (5, 6)), (1, (13,)), (2, (12,)), (2, (12, 13)), (1, (12, 0)), (3, (4, 4, 4, 4))]
+    ("batch", "lengths"),
+    [(1, (5, 6)), (1, (13,)), (2, (12,)), (2, (12, 13)), (1, (12, 0)), (3, (4, 4, 4, 4))],
 )
 def test_lengths_of_other_rows_are_refused(batch, lengths):
     query, key, _ = random_rows(batch, 12)
@@ -121,11 +138,17 @@ def test_the_host_reads_positions_once_a_forward(monkeypatch):
     assert len(reads) == 1
     positions[0, 1:4] = torch.tensor([1, 2, 3])
     assert lengths_of_rows(query, key, {"position_ids": positions}) == (4, 2) and len(reads) == 2
-    assert lengths_of_rows(query, key, {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])}) == (3, 2, 1)
+    assert lengths_of_rows(query, key, {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])}) == (
+        3,
+        2,
+        1,
+    )
 
 
 def test_the_second_layer_copies_nothing_to_the_device():
-    query, key, value = (torch.empty(1, heads, 70, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    query, key, value = (
+        torch.empty(1, heads, 70, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2)
+    )
     counts = []
     for _ in range(2):
         with counting() as counter:

@@ -36,7 +36,9 @@ ROPES: dict[str, tuple[dict[str, Any], bool, bool]] = {
 @pytest.mark.parametrize("name", ROPES)
 def test_equal_and_near_are_told_apart(name):
     rope, equal, near = ROPES[name]
-    config = transformers.LlamaConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e4} | rope)
+    config = transformers.LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e4} | rope
+    )
     match = match_rotary(config)
     assert (match.equal, match.near) == (equal, near)
     # One BF16 rounding of a cosine is 2^-9 of it at most; a formula of its own is wrong by more than a few percent.
@@ -48,13 +50,19 @@ def test_equal_and_near_are_told_apart(name):
 @pytest.mark.parametrize("theta", [1e4, 1e6])
 def test_the_engines_cosines_are_those_of_the_formula(theta):
     """cos and sin of position * theta^(-2i / D), from float64, rounded to BF16 as vLLM's cache is in a BF16 model."""
-    config = transformers.LlamaConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    config = transformers.LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "default", "rope_theta": theta}
+    )
     embedding = EngineRotaryEmbedding()
     embedding.turns = match_rotary(config).turns
     positions = torch.tensor([[0, 1, 100, 255], [7, 6, 5, 4]])
-    angles = positions[..., None].double() * theta ** (-torch.arange(0, 32, 2, dtype=torch.float64) / 32)
+    angles = positions[..., None].double() * theta ** (
+        -torch.arange(0, 32, 2, dtype=torch.float64) / 32
+    )
     cosines, sines = embedding(torch.empty(0), positions)
     for turns, exact in ((cosines, angles.cos()), (sines, angles.sin())):
         assert turns.shape == (2, 4, 32)
         # BF16 rounds a number below 1 by at most 2^-9, FP32 an angle of 255 by 255 * 2^-24.
-        torch.testing.assert_close(turns.double(), exact.repeat(1, 1, 2), rtol=0, atol=2**-9 + 2**-15)
+        torch.testing.assert_close(
+            turns.double(), exact.repeat(1, 1, 2), rtol=0, atol=2**-9 + 2**-15
+        )

@@ -57,7 +57,9 @@ def test_the_same_model_has_no_delta_and_its_forward_is_restored():
     with other_roundings(model, seed=0), torch.no_grad():
         assert torch.equal(log_probs(model), first)
     assert times(model, model) == 0
-    assert torch.equal(log_probs(model), before) and torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(log_probs(model), before) and torch.equal(
+        torch.random.get_rng_state(), state
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -84,7 +86,9 @@ def test_the_engines_arithmetic_with_amx_is_below_the_adapters(monkeypatch):
     products = []
     for name in ("_is_amx_tile_supported", "_init_amx"):
         monkeypatch.setattr(torch.cpu, name, lambda: True)
-    monkeypatch.setattr(bf16_linear, "linear", lambda x, *weights: products.append(1) or F.linear(x, *weights))
+    monkeypatch.setattr(
+        bf16_linear, "linear", lambda x, *weights: products.append(1) or F.linear(x, *weights)
+    )
     outputs = []
     for size in (0.0, 1.0):
         for layer in adapters.layers.values():

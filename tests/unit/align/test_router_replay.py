@@ -32,8 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("routing") / "model", "qwen3_moe")
 
 
-def load(folder: Path, level: str = "off", scheme: str | None = None, dtype: torch.dtype = torch.bfloat16) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+def load(
+    folder: Path, level: str = "off", scheme: str | None = None, dtype: torch.dtype = torch.bfloat16
+) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa"
+    )
     if scheme is not None:
         quantize_model(model, scheme=scheme, group_size=32)
     align_model(model, level)
@@ -58,7 +62,9 @@ def make_router(experts: int, top_k: int, *, renormalize: bool) -> Any:
 @needs_engine_attention
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (128, 8), (4, 1), (3, 3)])
-def test_the_router_is_vllms_select_experts_in_bits_and_order(experts: int, top_k: int, renormalize: bool) -> None:
+def test_the_router_is_vllms_select_experts_in_bits_and_order(
+    experts: int, top_k: int, renormalize: bool
+) -> None:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
 
     torch.manual_seed(experts)
@@ -82,7 +88,9 @@ def test_transformers_own_weights_are_computed_as_transformers_does(renormalize:
     close = engine_weights(logits, ids, renormalize=renormalize)
     # Without norm_topk_prob: half a BF16 step of the logarithms of sum and weight, up to 8, is 1.6% each, and 0.8% for
     # the rounding of both results.
-    torch.testing.assert_close(close.float(), weights.float(), rtol=0.02 if renormalize else 0.04, atol=1e-3)
+    torch.testing.assert_close(
+        close.float(), weights.float(), rtol=0.02 if renormalize else 0.04, atol=1e-3
+    )
 
 
 CASES = [("off", None), ("linears", "w4a16"), ("model", "w4a16"), ("model", None)]
@@ -101,11 +109,15 @@ def test_a_replay_of_the_own_choice_changes_no_bit_and_another_is_followed(
         with replayed_routing(model, own.to(torch.uint8)):
             assert torch.equal(model(input_ids=ids).logits, plain)
         # Two rows unknown: they go their own way.
-        other = torch.stack([(own.min(-1).values + 1) % EXPERTS, (own.min(-1).values + 2) % EXPERTS], dim=-1)
+        other = torch.stack(
+            [(own.min(-1).values + 1) % EXPERTS, (own.min(-1).values + 2) % EXPERTS], dim=-1
+        )
         other[3], other[5] = 0, -1
         seen: dict[int, torch.Tensor] = {}
         handles = [
-            layer.mlp.experts.register_forward_pre_hook(lambda _, inputs, i=i: seen.__setitem__(i, inputs[1]))
+            layer.mlp.experts.register_forward_pre_hook(
+                lambda _, inputs, i=i: seen.__setitem__(i, inputs[1])
+            )
             for i, layer in enumerate(model.model.layers)
         ]
         with replayed_routing(model, other), recorded_routing(model) as record:
@@ -114,8 +126,12 @@ def test_a_replay_of_the_own_choice_changes_no_bit_and_another_is_followed(
             handle.remove()
         used = torch.stack([seen[0], seen[1]], dim=1)
         known = [i for i in range(40) if i not in (3, 5)]
-        assert torch.equal(used[known], other[known]) and torch.equal(used[[3, 5], 0], own[[3, 5], 0])
-        assert torch.equal(record.experts()[:, 0], own[:, 0]), "the router's own choice is recorded, not the replay"
+        assert torch.equal(used[known], other[known]) and torch.equal(
+            used[[3, 5], 0], own[[3, 5], 0]
+        )
+        assert torch.equal(record.experts()[:, 0], own[:, 0]), (
+            "the router's own choice is recorded, not the replay"
+        )
         assert not torch.equal(changed, plain)
         assert torch.equal(model(input_ids=ids).logits, plain), "no hook is left behind"
 
@@ -126,7 +142,11 @@ def test_the_replayed_router_has_its_gradient_and_checkpointing_keeps_it(folder:
         model.train(checkpointing)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        routing = torch.tensor([[0, 3]]).expand(40, LAYERS, TOP_K) if replay else torch.zeros(40, LAYERS, TOP_K).long()
+        routing = (
+            torch.tensor([[0, 3]]).expand(40, LAYERS, TOP_K)
+            if replay
+            else torch.zeros(40, LAYERS, TOP_K).long()
+        )
         with replayed_routing(model, routing):
             model(input_ids=tokens(), use_cache=False).logits.float().logsumexp(-1).sum().backward()
         return {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -154,21 +174,45 @@ def test_layers_without_experts_have_their_places(tmp_path: Path, folder: Path) 
 
 
 def test_tokens_that_differ() -> None:
-    own = torch.tensor([[[0, 1], [2, 3]], [[0, 1], [2, 3]], [[0, 1], [2, 3]], [[-1, -1], [2, 3]], [[-1, -1], [2, 3]]])
-    engine = torch.tensor([[[1, 0], [2, 3]], [[0, 1], [2, 1]], [[0, 0], [3, 2]], [[0, 0], [3, 2]], [[0, 1], [0, 3]]])
-    assert differing_tokens(own, engine.to(torch.uint8)).tolist() == [False, True, False, False, True]
+    own = torch.tensor(
+        [
+            [[0, 1], [2, 3]],
+            [[0, 1], [2, 3]],
+            [[0, 1], [2, 3]],
+            [[-1, -1], [2, 3]],
+            [[-1, -1], [2, 3]],
+        ]
+    )
+    engine = torch.tensor(
+        [[[1, 0], [2, 3]], [[0, 1], [2, 1]], [[0, 0], [3, 2]], [[0, 0], [3, 2]], [[0, 1], [0, 3]]]
+    )
+    assert differing_tokens(own, engine.to(torch.uint8)).tolist() == [
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("scheme", [None, "w4a16"])
-def test_the_model_keeps_its_parameters_and_its_published_tensors(folder: Path, scheme: str | None) -> None:
+def test_the_model_keeps_its_parameters_and_its_published_tensors(
+    folder: Path, scheme: str | None
+) -> None:
     plain = load(folder, "off", scheme)
     before = dict(packed_state_dict(plain))
     keys, pointers = list(plain.state_dict()), [p.data_ptr() for p in plain.parameters()]
     report = align_model(plain, "model")
-    assert report.replaced["routers"] == LAYERS and report.replaced.get("BF16 experts", 0) == LAYERS * (scheme is None)
-    assert list(plain.state_dict()) == keys and [p.data_ptr() for p in plain.parameters()] == pointers
+    assert report.replaced["routers"] == LAYERS and report.replaced.get(
+        "BF16 experts", 0
+    ) == LAYERS * (scheme is None)
+    assert (
+        list(plain.state_dict()) == keys and [p.data_ptr() for p in plain.parameters()] == pointers
+    )
     assert all(isinstance(layer.mlp.experts, QuantExperts) for layer in plain.model.layers)
     kernels = {layer.mlp.experts.kernel.name for layer in plain.model.layers}
     assert "reference" not in kernels or layer_ops.attention_unavailable("cpu", 32)
     after = dict(packed_state_dict(plain))
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )

@@ -29,8 +29,15 @@ def test_an_unknown_key_is_refused_whatever_its_value(family: str, value: Any) -
 
 @pytest.mark.parametrize("family", [*FAMILIES, *SHOWN])
 def test_what_every_config_may_have_passes(family: str) -> None:
-    notes = {"use_gated_attention": None, "unsloth_version": "2026.1", "temperature": 0.7, "torch_dtype": "bfloat16"}
-    check_known_keys(config_of(family, architectures=["X"], eos_token_id=[1, 2], use_mrope=False, **notes))
+    notes = {
+        "use_gated_attention": None,
+        "unsloth_version": "2026.1",
+        "temperature": 0.7,
+        "torch_dtype": "bfloat16",
+    }
+    check_known_keys(
+        config_of(family, architectures=["X"], eos_token_id=[1, 2], use_mrope=False, **notes)
+    )
     check_known_keys(config_of(family))
 
 

@@ -52,7 +52,9 @@ SOME = Arguments(device="cpu", group_size=32)
         ("plan", "model=Qwen3-30B-A3B gpu=a100 gpu_memory_utilization=0.4", "has room for"),
     ],
 )
-def test_invalid_arguments(part: str, options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments(
+    part: str, options: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     device = [] if "device" in options or part == "plan" else ["device=cpu"]
     assert main([part, *device, *options.split()]) == 2
     error = capsys.readouterr().err
@@ -67,7 +69,11 @@ def test_every_competitor_computes_the_same(operation: str) -> None:
     torch.manual_seed(0)
     layer = Layer(torch.randn(64, 96).bfloat16(), SOME)
     cases = kernel_cases.BUILDERS[operation](layer, 300)
-    assert cases and [(competitor.name, competitor.wrong()) for competitor in cases if competitor.wrong()] == []
+    assert (
+        cases
+        and [(competitor.name, competitor.wrong()) for competitor in cases if competitor.wrong()]
+        == []
+    )
     assert all(competitor.bytes_moved > 0 for competitor in cases)
 
 
@@ -85,7 +91,10 @@ def test_every_competitor_of_experts_computes_the_same(routing: str, tokens: int
 
 @pytest.mark.parametrize("value", [1000.0, float("nan")])
 def test_a_wrong_kernel_gets_no_figure(
-    value: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    value: float,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     """One wrong value in the last row, and one that is not finite."""
     kernel = LINEAR_KERNELS["w4a16"][-1]
@@ -100,9 +109,15 @@ def test_a_wrong_kernel_gets_no_figure(
     path = tmp_path / "a.json"
     assert main(["kernels", *SMALL, "scheme=w4a16", "operation=linear", f"json={path}"]) == 1
     captured = capsys.readouterr()
-    assert "w4a16 reference" not in captured.out and "w4a16 reference: its relative error is" in captured.err
+    assert (
+        "w4a16 reference" not in captured.out
+        and "w4a16 reference: its relative error is" in captured.err
+    )
     document = json.loads(path.read_text())
-    assert "reference" not in {entry["kernel"] for entry in document["results"]} and len(document["not_measured"]) == 2
+    assert (
+        "reference" not in {entry["kernel"] for entry in document["results"]}
+        and len(document["not_measured"]) == 2
+    )
 
 
 def test_a_kernel_that_raises_stops_no_other(
@@ -113,7 +128,9 @@ def test_a_kernel_that_raises_stops_no_other(
 
     good = Competitor("bf16", "bf16", lambda: None, lambda: 0.0, 0.0, 1, 1)
     monkeypatch.setitem(
-        kernel_cases.BUILDERS, "linear", lambda *args: [good, Competitor("fp8", "new", fails, fails, 0.0, 1)]
+        kernel_cases.BUILDERS,
+        "linear",
+        lambda *args: [good, Competitor("fp8", "new", fails, fails, 0.0, 1)],
     )
     assert main(["kernels", *SMALL, "operation=linear"]) == 1
     captured = capsys.readouterr()
@@ -128,13 +145,23 @@ def test_json_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["kernels", *SMALL, "scheme=w8a8", f"json={path}"]) == 0
     assert "64x96 linear m=18" in capsys.readouterr().out
     document = json.loads(path.read_text())
-    assert document["not_measured"] == {} and document["commit"] and document["versions"]["torch"] == version("torch")
+    assert (
+        document["not_measured"] == {}
+        and document["commit"]
+        and document["versions"]["torch"] == version("torch")
+    )
     entry = next(e for e in document["results"] if e["kernel"] == "reference" and e["m"] == 18)
     seconds = entry["seconds"]
     assert seconds["minimum"] <= seconds["median"] <= seconds["maximum"]
     assert entry["tflop_per_s"] == pytest.approx(2 * 18 * 64 * 96 / seconds["median"] / 1e12)
-    assert entry["gb_per_s"] == pytest.approx((18 * 96 * 2 + 18 * 64 * 2 + 64 * 96 + 64 * 4) / seconds["median"] / 1e9)
-    base = next(e for e in document["results"] if e["scheme"] == "bf16" and e["operation"] == "linear" and e["m"] == 18)
+    assert entry["gb_per_s"] == pytest.approx(
+        (18 * 96 * 2 + 18 * 64 * 2 + 64 * 96 + 64 * 4) / seconds["median"] / 1e9
+    )
+    base = next(
+        e
+        for e in document["results"]
+        if e["scheme"] == "bf16" and e["operation"] == "linear" and e["m"] == 18
+    )
     assert entry["baseline"] == "bf16 bf16" and base["speedup"] == 1
     assert entry["speedup"] == base["seconds"]["median"] / seconds["median"]
     table = kernel_tables(document)
@@ -142,13 +169,18 @@ def test_json_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert document["commit"] in table and str(tmp_path) not in json.dumps(document)
 
 
-PAGES = ["README.md", *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = [
+    "README.md",
+    *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*.md"))),
+]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_committed_tables_are_those_of_the_committed_results(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert replace_tables(text, "bench", bench_table) == text, "python scripts/bench_table.py " + page
+    assert replace_tables(text, "bench", bench_table) == text, (
+        "python scripts/bench_table.py " + page
+    )
 
 
 def test_a_device_that_is_not_there() -> None:

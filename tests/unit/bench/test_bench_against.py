@@ -56,7 +56,11 @@ def checkout(tmp_path: Path) -> Path:
     write(checkout)
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
     for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "first"]):
-        subprocess.run(["git", "-C", str(checkout), *command], check=True, env={**os.environ, "HOME": str(tmp_path)})
+        subprocess.run(
+            ["git", "-C", str(checkout), *command],
+            check=True,
+            env={**os.environ, "HOME": str(tmp_path)},
+        )
     return checkout
 
 
@@ -72,7 +76,14 @@ def test_equal_revisions_take_turns(checkout: Path) -> None:
     times = {"rollout": 1, "old_log_probs": 1, "update": 1, "publish": 1, "step": 4, "length": 8}
     assert pairs == [{"before": times, "now": times}] * 3
     runs = [line.split() for line in (checkout / "order.txt").read_text().splitlines()]
-    assert [tree for tree, _ in runs] == ["before", "checkout", "checkout", "before", "before", "checkout"]
+    assert [tree for tree, _ in runs] == [
+        "before",
+        "checkout",
+        "checkout",
+        "before",
+        "before",
+        "checkout",
+    ]
     assert {config for _, config in runs} == {str(checkout / "configs" / "quickstart.yaml")}
     assert worktrees(checkout) == 1
 
@@ -84,7 +95,10 @@ def test_a_slower_phase_and_longer_responses_are_seen_without_a_commit(
     write(checkout, factor=1.2, length=9.0)
     assert main(["against", "HEAD", "pairs=2", "steps=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "| update | 1 | 1.2 | 1.200 | 1.200-1.200 |" in lines and "| step | 4 | 4.2 | 1.050 | 1.050-1.050 |" in lines
+    assert (
+        "| update | 1 | 1.2 | 1.200 | 1.200-1.200 |" in lines
+        and "| step | 4 | 4.2 | 1.050 | 1.050-1.050 |" in lines
+    )
     assert "different lengths" in lines[-1]
 
 
@@ -107,7 +121,11 @@ def test_a_failed_run_has_no_figure_and_leaves_no_worktree(checkout: Path) -> No
     ],
 )
 def test_invalid_arguments(
-    checkout: Path, argv: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkout: Path,
+    argv: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("qarl.bench.against_revision.CHECKOUT", checkout)
     assert main(["against", *argv]) == 2 and message in capsys.readouterr().err

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from benchmarks.proofs.counting import Counts, counting
-from benchmarks.proofs.layer_costs import ENGINE_LAUNCHES, beyond_products, dense_phases, expert_phases
+from benchmarks.proofs.layer_costs import (
+    ENGINE_LAUNCHES,
+    beyond_products,
+    dense_phases,
+    expert_phases,
+)
 from benchmarks.proofs.shard_costs import (
     gather_phase,
     optimizer_phase,
@@ -38,7 +43,10 @@ def gpu(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     [
         (lambda: gpu(3, 4) + gpu(3, 4), Counts(kernels=1, moved=3 * 48)),
         (lambda: gpu(4).expand(3, 4) + 1, Counts(kernels=1, moved=16 + 48)),
-        (lambda: gpu(3, 4).t().reshape(2, 6)[0].unsqueeze(0), Counts(kernels=1, moved=2 * 48)),  # reshape copies
+        (
+            lambda: gpu(3, 4).t().reshape(2, 6)[0].unsqueeze(0),
+            Counts(kernels=1, moved=2 * 48),
+        ),  # reshape copies
         (lambda: gpu(3, 4).view(2, 6)[0].detach(), Counts()),
         (lambda: gpu(100, 4)[gpu(2, dtype=torch.int64)], Counts(kernels=1, moved=2 * 32 + 16)),
         (lambda: gpu(3).fill_(1.0), Counts(kernels=1, moved=12)),
@@ -78,18 +86,26 @@ def test_a_step_of_the_experts_of_qwen3_30b(scheme):
         for experts in (16, 128)
     )
     for name, phase in many.items():
-        assert phase.kernels == few[name].kernels and not phase.counts.syncs and not phase.counts.copies, name
+        assert (
+            phase.kernels == few[name].kernels
+            and not phase.counts.syncs
+            and not phase.counts.copies
+        ), name
     launched = [name for name, _ in ENGINE_LAUNCHES[scheme]]
     assert many["forward"].kernels == ("_to_copy", *launched) and not many["recompute"].kernels
     assert len(many["forward"].kernels) + len(many["backward"].kernels) <= 60
     assert many["backward"].counts.moved / many["backward"].least <= 1.5
     tensors = [wire(shape, get_scheme(scheme, 128)).values() for shape in shard_shapes(size, 1)]
-    assert many["gather"].least == sum(tensor.nbytes for each in tensors for tensor in each), "one layout is gathered"
+    assert many["gather"].least == sum(tensor.nbytes for each in tensors for tensor in each), (
+        "one layout is gathered"
+    )
 
 
 def test_dense_products_need_little_more_than_their_operands():
     forward, backward = dense_phases(SIZE, "w4a16", 128, 4096)
-    assert forward.counts.kernels == 2 * len([n for n in SIZE.block_linears(0) if ".experts." not in n])
+    assert forward.counts.kernels == 2 * len(
+        [n for n in SIZE.block_linears(0) if ".experts." not in n]
+    )
     for phase in (forward, backward):
         assert 1 <= phase.counts.moved / phase.least < 1.2 and not phase.counts.syncs
 
@@ -115,4 +131,6 @@ def test_the_plan_has_formulas_of_the_counts(model: str, scheme: str) -> None:
         beyond_products(size, scheme, 22528), rel=0.01
     )
     phase, weights = optimizer_phase(size, 8)
-    assert roofline.muon_bytes_per_weight(size) == pytest.approx(phase.counts.moved / weights, rel=1e-3)
+    assert roofline.muon_bytes_per_weight(size) == pytest.approx(
+        phase.counts.moved / weights, rel=1e-3
+    )

@@ -33,15 +33,23 @@ def verdict(results: list[dict[str, Any]], text: str) -> tuple[str, str]:
     return status, figure
 
 
-@pytest.mark.parametrize("bound", [bound for bound in BOUNDS if bound.against], ids=lambda bound: bound.text)
+@pytest.mark.parametrize(
+    "bound", [bound for bound in BOUNDS if bound.against], ids=lambda bound: bound.text
+)
 def test_speeds(bound: Bound) -> None:
     m = next(m for m in (16, 4096) if bound.serves(m))
-    (kernel,), against, least = bound.kernels, bound.against or "", float(bound.text.split(": ")[1].split("x")[0])
+    (kernel,), against, least = (
+        bound.kernels,
+        bound.against or "",
+        float(bound.text.split(": ")[1].split("x")[0]),
+    )
     mine = entry(bound.operation, m, kernel, 1.0)
     for ratio, expected in ((least + 0.011, "met"), (least - 0.011, "missed")):
         status, figure = verdict([mine, entry(bound.operation, m, against, ratio)], bound.text)
         assert status == expected and figure.startswith(f"{ratio:.2f}x")
-        assert ("50% of a copy's bytes/s, 25% of the BF16 product's" in figure) == (expected == "missed")
+        assert ("50% of a copy's bytes/s, 25% of the BF16 product's" in figure) == (
+            expected == "missed"
+        )
     assert verdict([mine], bound.text)[0] == "not measured"
     other = entry(bound.operation, m, against, 1.0)
     assert verdict([other], bound.text) == ("missed", f"{kernel} has no figure")
@@ -126,25 +134,40 @@ def test_a_part_that_fails_or_is_skipped_says_why(tmp_path: Path) -> None:
     }
     page = next(tmp_path.glob("*.md")).read_text()
     assert "| wrong | failed |" in page and "one is done" in page
-    again = subprocess.run(driver(tmp_path, "one", "after"), capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0 and "== one: passed before" in again.stdout and "one is done" not in again.stdout
+    again = subprocess.run(
+        driver(tmp_path, "one", "after"), capture_output=True, text=True, timeout=120
+    )
+    assert (
+        again.returncode == 0
+        and "== one: passed before" in again.stdout
+        and "one is done" not in again.stdout
+    )
 
 
-def test_a_part_for_which_time_runs_out_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_for_which_time_runs_out_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A part past its own limit has. One without time to begin has its earlier result."""
     session = gpu_check.Session(tmp_path, tmp_path, cpu=True)
     monkeypatch.setattr(gpu_check, "LEAST_SECONDS", 0)
     monkeypatch.setattr(gpu_check, "TOTAL_SECONDS", 0.3)
     assert session.run([PARTS["slow"], PARTS["one"]], again=False) == 0
-    assert parts_of(tmp_path).keys() == {"slow"} and parts_of(tmp_path)["slow"]["status"] == "skipped"
+    assert (
+        parts_of(tmp_path).keys() == {"slow"} and parts_of(tmp_path)["slow"]["status"] == "skipped"
+    )
     monkeypatch.setattr(gpu_check, "TOTAL_SECONDS", 100)
     assert session.run([PARTS["slow"]._replace(seconds=0.3)], again=False) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_a_script_that_is_stopped_keeps_what_it_printed_and_goes_on_later(tmp_path: Path, number: int) -> None:
+def test_a_script_that_is_stopped_keeps_what_it_printed_and_goes_on_later(
+    tmp_path: Path, number: int
+) -> None:
     process = subprocess.Popen(
-        driver(tmp_path, "one", "slow", "after"), stdout=subprocess.PIPE, text=True, start_new_session=True
+        driver(tmp_path, "one", "slow", "after"),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -153,12 +176,21 @@ def test_a_script_that_is_stopped_keeps_what_it_printed_and_goes_on_later(tmp_pa
     process.send_signal(number)
     rest = process.communicate(timeout=60)[0]
     parts = parts_of(tmp_path)
-    assert {name: part["status"] for name, part in parts.items()} == {"one": "passed", "slow": "stopped"}
+    assert {name: part["status"] for name, part in parts.items()} == {
+        "one": "passed",
+        "slow": "stopped",
+    }
     log = next(tmp_path.glob("*.log")).read_text()
     assert "one is done\n" in log and log.count("half\n") == 1
     if number != signal.SIGKILL:
-        assert process.returncode == 130 and "stopped in slow" in rest and parts["slow"]["output"] == ["half"]
-    later = subprocess.run(driver(tmp_path, "one", "after"), capture_output=True, text=True, timeout=120)
+        assert (
+            process.returncode == 130
+            and "stopped in slow" in rest
+            and parts["slow"]["output"] == ["half"]
+        )
+    later = subprocess.run(
+        driver(tmp_path, "one", "after"), capture_output=True, text=True, timeout=120
+    )
     assert later.returncode == 0 and "== one: passed before" in later.stdout
     assert {name: part["status"] for name, part in parts_of(tmp_path).items()}["after"] == "passed"
 
@@ -168,7 +200,9 @@ def test_the_rehearsal_on_a_cpu(tmp_path: Path) -> None:
     """Without the training run, which tests/e2e has, and the benchmarks' own tests."""
     names = "environment,compile,operators,graphs,bench,tuning,steps,bench_experts"
     command = ["scripts/gpu_check.sh", "--cpu", "--output", str(tmp_path), "--parts", names]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=_environment(), timeout=1500)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=_environment(), timeout=1500
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     parts = parts_of(tmp_path)
     skipped = {"graphs", "steps"}
@@ -178,7 +212,10 @@ def test_the_rehearsal_on_a_cpu(tmp_path: Path) -> None:
     assert "w4a16: " in "".join(parts["environment"]["report"]["linear_kernels"])
     assert parts["bench"]["report"]["results"] and parts["bench_experts"]["report"]["results"]
     text = next(tmp_path.glob("*.md")).read_text()
-    assert "| bench | passed |" in text and "**experts, custom experts_layer, skewed [256, 256]**" in text
+    assert (
+        "| bench | passed |" in text
+        and "**experts, custom experts_layer, skewed [256, 256]**" in text
+    )
     assert all(f"| {bound.text} |" in text for bound in BOUNDS)
 
 

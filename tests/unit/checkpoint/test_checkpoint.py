@@ -39,9 +39,14 @@ def test_what_was_saved_comes_back(pristine_model, tmp_path):
     weights = save(pristine_model, tmp_path / "step_3")
     checkpoint = open_checkpoint(tmp_path / "step_3")
     assert checkpoint.step == 3
-    assert checkpoint.metrics["loss"] == 0.1 and checkpoint.metrics["mismatch/k3"] != checkpoint.metrics["mismatch/k3"]
+    assert (
+        checkpoint.metrics["loss"] == 0.1
+        and checkpoint.metrics["mismatch/k3"] != checkpoint.metrics["mismatch/k3"]
+    )
     loaded = dict(read_tensors(checkpoint.folder))
-    assert loaded.keys() == weights.keys() and all(torch.equal(loaded[name], weights[name]) for name in weights)
+    assert loaded.keys() == weights.keys() and all(
+        torch.equal(loaded[name], weights[name]) for name in weights
+    )
     for state in (checkpoint.optimizer(), checkpoint.optimizer(mmap=True)):
         masters = state["masters"]
         assert all(torch.equal(masters[name].to(torch.bfloat16), weights[name]) for name in masters)
@@ -55,14 +60,27 @@ def rewrite(folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "bit": (
-        lambda folder: rewrite(folder, "optimizer.pt", lambda b: b[:9999] + bytes([b[9999] ^ 1]) + b[10000:]),
+        lambda folder: rewrite(
+            folder, "optimizer.pt", lambda b: b[:9999] + bytes([b[9999] ^ 1]) + b[10000:]
+        ),
         "the bytes of optimizer.pt",
     ),
-    "cut": (lambda folder: rewrite(folder, WEIGHTS, lambda content: content[:-1]), f"the bytes of {WEIGHTS}"),
-    "missing": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json cannot be read: No such file"),
-    "state cut": (lambda folder: rewrite(folder, "state.json", lambda b: b[:100]), "state.json is cut short"),
+    "cut": (
+        lambda folder: rewrite(folder, WEIGHTS, lambda content: content[:-1]),
+        f"the bytes of {WEIGHTS}",
+    ),
+    "missing": (
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        "tokenizer.json cannot be read: No such file",
+    ),
+    "state cut": (
+        lambda folder: rewrite(folder, "state.json", lambda b: b[:100]),
+        "state.json is cut short",
+    ),
     "state edited": (
-        lambda folder: rewrite(folder, "state.json", lambda b: b.replace(b'"step": 3', b'"step": 4')),
+        lambda folder: rewrite(
+            folder, "state.json", lambda b: b.replace(b'"step": 3', b'"step": 4')
+        ),
         "state.json has changed since it was written",
     ),
 }
@@ -107,11 +125,19 @@ def test_only_the_newest_are_kept_by_number(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [100_000, 600_000], ids=["in the weights", "in the optimizer"])
-def test_a_disk_that_refuses_leaves_nothing_new_and_the_old_ones_whole(pristine_model, tmp_path, limit):
+def test_a_disk_that_refuses_leaves_nothing_new_and_the_old_ones_whole(
+    pristine_model, tmp_path, limit
+):
     save(pristine_model, tmp_path / "step_2", step=2)
-    sizes = {name: part["bytes"] for name, part in open_checkpoint(tmp_path / "step_2").state["files"].items()}
+    sizes = {
+        name: part["bytes"]
+        for name, part in open_checkpoint(tmp_path / "step_2").state["files"].items()
+    }
     assert 100_000 < sizes[WEIGHTS] < 600_000 < sizes["optimizer.pt"]
-    with small_disk(limit), pytest.raises(StorageError, match="step_3 could not be written") as caught:
+    with (
+        small_disk(limit),
+        pytest.raises(StorageError, match="step_3 could not be written") as caught,
+    ):
         save(pristine_model, tmp_path / "step_3")
     assert "File too large" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
@@ -123,7 +149,10 @@ def test_a_disk_that_refuses_leaves_nothing_new_and_the_old_ones_whole(pristine_
 def test_too_little_room_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(StorageError, match="no room"):
         check_room(tmp_path / "not" / "there", 10**18)
-    with pytest.raises(StorageError, match="no room"), whole_folder(tmp_path / "new", needed_bytes=10**18):
+    with (
+        pytest.raises(StorageError, match="no room"),
+        whole_folder(tmp_path / "new", needed_bytes=10**18),
+    ):
         raise AssertionError("not reached")
     assert list(tmp_path.iterdir()) == []
 
@@ -157,14 +186,23 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch,
     first = events.index(("rename", "new.old-PID" if replaces else "new"))
     inside = ("", "/model.safetensors", "/sub", "/sub/deep")
     assert sorted(events[:first]) == [("fsync", f"new.partial-PID{name}") for name in inside]
-    assert events[first:] == [("rename", "new.old-PID")] * replaces + [("rename", "new"), ("fsync", ".")]
+    assert events[first:] == [("rename", "new.old-PID")] * replaces + [
+        ("rename", "new"),
+        ("fsync", "."),
+    ]
 
 
 def test_what_killed_processes_left_is_put_in_order(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     ended, running = process.pid, os.getppid()
-    for name in (f"a.partial-{ended}", f"b.old-{ended}", "c", f"c.old-{ended}", f"d.partial-{running}"):
+    for name in (
+        f"a.partial-{ended}",
+        f"b.old-{ended}",
+        "c",
+        f"c.old-{ended}",
+        f"d.partial-{running}",
+    ):
         (tmp_path / name).mkdir()
     assert len(recover(tmp_path, "a")) == 1
     assert len(recover(tmp_path)) == 2
@@ -180,7 +218,9 @@ def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path):
     with whole_folder(tmp_path / "model") as partial:
         assert partial.parent == tmp_path / "disk"
         (partial / "new").touch()
-    assert (tmp_path / "model").is_symlink() and [p.name for p in (tmp_path / "model").iterdir()] == ["new"]
+    assert (tmp_path / "model").is_symlink() and [
+        p.name for p in (tmp_path / "model").iterdir()
+    ] == ["new"]
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["disk", "model", "model", "new"]
 
 
@@ -228,7 +268,13 @@ def test_digests_tell_bytes_dtype_shape_and_name_apart():
     zeros = torch.zeros(4, dtype=torch.int32)
     different = [zeros, zeros.float(), zeros.view(2, 2), -zeros.float(), zeros + 1]
     assert len({tensor_digest(tensor) for tensor in different}) == 5
-    assert tensor_digest(torch.arange(6).view(2, 3).t()) == tensor_digest(torch.arange(6).view(2, 3).t().contiguous())
+    assert tensor_digest(torch.arange(6).view(2, 3).t()) == tensor_digest(
+        torch.arange(6).view(2, 3).t().contiguous()
+    )
     a, b = ("a", zeros), ("b", zeros + 1)
-    assert tensors_digest([a, b]) == tensors_digest([b, a]) != tensors_digest([("a", b[1]), ("b", a[1])])
+    assert (
+        tensors_digest([a, b])
+        == tensors_digest([b, a])
+        != tensors_digest([("a", b[1]), ("b", a[1])])
+    )
     assert tensors_digest([a, b]) != tensors_digest([a, ("c", b[1])])

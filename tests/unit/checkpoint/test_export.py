@@ -35,7 +35,14 @@ from qarl.trainer.master_optimizer import MasterOptimizer
 IGNORE = ["lm_head", "re:.*layers\\.1\\.mlp\\..*"]
 
 
-def make_run(folder: Path, *, family: str = "qwen3", tie: bool = False, scheme: str = "w4a16", master: str = "fp32"):
+def make_run(
+    folder: Path,
+    *,
+    family: str = "qwen3",
+    tie: bool = False,
+    scheme: str = "w4a16",
+    master: str = "fp32",
+):
     """A run folder with checkpoints of steps 2 and 10, and the model as it was at step 10, quantized."""
     source = save_random_model(folder / "source", family, tie=tie)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
@@ -56,7 +63,9 @@ def make_run(folder: Path, *, family: str = "qwen3", tie: bool = False, scheme: 
         save_checkpoint(
             folder / "run" / "checkpoints" / f"step_{step}",
             files=ModelFiles.of(model, AutoTokenizer.from_pretrained(source)),
-            weights=unstacked((name, tensor) for name, tensor in model.state_dict().items() if name not in tied),
+            weights=unstacked(
+                (name, tensor) for name, tensor in model.state_dict().items() if name not in tied
+            ),
             optimizer=optimizer.state_dict(),
             rng={},
             state=whole_state(step=step, config=config | {"trainer": {}}),
@@ -65,7 +74,11 @@ def make_run(folder: Path, *, family: str = "qwen3", tie: bool = False, scheme: 
 
 
 def run_export(run: Path, output: Path, *arguments: str) -> str:
-    return export(read_request(ExportRequest, [f"run={run}", f"output={output}", *arguments], example="qarl export"))
+    return export(
+        read_request(
+            ExportRequest, [f"run={run}", f"output={output}", *arguments], example="qarl export"
+        )
+    )
 
 
 def digests(tensors) -> dict[str, str]:
@@ -93,9 +106,16 @@ def test_the_quantized_export_is_what_the_live_model_publishes(tmp_path, scheme,
     assert not any("layers.1.mlp" in name and name.endswith("weight_scale") for name in tensors)
     assert ("lm_head.weight" in tensors) is not tie
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["quantization_config"] == get_scheme(scheme, group_size=32).quantization_config(IGNORE)
+    assert config["quantization_config"] == get_scheme(scheme, group_size=32).quantization_config(
+        IGNORE
+    )
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names >= {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert names >= {
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
 
 
 @pytest.mark.parametrize(
@@ -124,7 +144,9 @@ def test_bf16_and_fp32_are_the_masters(tmp_path, family):
     for name, weight in model.state_dict().items():
         assert bf16[name].dtype == torch.bfloat16 and torch.equal(bf16[name], weight)
         assert fp32[name].dtype == torch.float32 and torch.equal(fp32[name], masters[name])
-    assert any(not torch.equal(fp32[name], weight.float()) for name, weight in model.state_dict().items())
+    assert any(
+        not torch.equal(fp32[name], weight.float()) for name, weight in model.state_dict().items()
+    )
 
 
 def test_without_fp32_masters_the_error_names_the_way_out(tmp_path):
@@ -146,7 +168,9 @@ def test_large_models_are_sharded(tmp_path, monkeypatch):
     run_export(run, tmp_path / "whole", "step=2")
     assert digests(read_tensors(tmp_path / "out")) == digests(read_tensors(tmp_path / "whole"))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(t.nbytes for _, t in read_tensors(tmp_path / "whole"))
+    assert index["metadata"]["total_size"] == sum(
+        t.nbytes for _, t in read_tensors(tmp_path / "whole")
+    )
 
 
 def test_no_more_than_a_shard_is_in_memory(tmp_path, monkeypatch):
@@ -163,7 +187,9 @@ def test_no_more_than_a_shard_is_in_memory(tmp_path, monkeypatch):
 
     source = save_random_model(tmp_path / "source")
     monkeypatch.setattr(model_files, "MAX_SHARD_BYTES", 20_000)
-    save_model(tmp_path / "out", ModelFiles.from_folder(source), stream(), scheme=get_scheme("bf16"))
+    save_model(
+        tmp_path / "out", ModelFiles.from_folder(source), stream(), scheme=get_scheme("bf16")
+    )
     assert dict(read_tensors(tmp_path / "out"))["t39"][0] == 39
     assert most <= 7, "five tensors of a shard, the one that opens the next, and the one being made"
 
@@ -180,7 +206,12 @@ def test_an_output_in_the_way_is_not_touched(tmp_path):
     (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(UserError, match="not a model folder"):
         run_export(run, tmp_path / "mine", "overwrite=true")
-    for output in (run, run / "checkpoints", run / "checkpoints" / "step_10", run / "checkpoints" / "step_11"):
+    for output in (
+        run,
+        run / "checkpoints",
+        run / "checkpoints" / "step_10",
+        run / "checkpoints" / "step_11",
+    ):
         with pytest.raises(UserError, match="would overwrite checkpoints"):
             run_export(run, output, "overwrite=true")
     open_checkpoint(run / "checkpoints" / "step_10")

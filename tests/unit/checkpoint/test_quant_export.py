@@ -33,7 +33,11 @@ def test_transformers_multiplies_by_the_dequantized_weights(folder, tmp_path, na
     weights = loaded.state_dict()
     for layer, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            expected = module.weight if layer == "lm_head" else quantize(module.weight, scheme).dequantize()
+            expected = (
+                module.weight
+                if layer == "lm_head"
+                else quantize(module.weight, scheme).dequantize()
+            )
             assert torch.equal(weights[f"{layer}.weight"], expected), layer
 
 
@@ -47,7 +51,9 @@ def test_sampling_settings_that_transformers_would_not_save_are_kept(tmp_path):
     source = save_random_model(tmp_path / "source")
     odd = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 1}
     (source / "generation_config.json").write_text(json.dumps(odd))
-    saved = json.loads((save_bf16(source, tmp_path / "saved") / "generation_config.json").read_text())
+    saved = json.loads(
+        (save_bf16(source, tmp_path / "saved") / "generation_config.json").read_text()
+    )
     assert {key: saved.get(key, False) for key in odd} == odd
     AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     files = ModelFiles.from_folder(source)

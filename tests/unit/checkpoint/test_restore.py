@@ -23,7 +23,14 @@ from qarl.checks.model_folder import load_tokenizer
 from qarl.data.prompts import Prompt, PromptSampler
 from qarl.errors import UserError
 from qarl.metrics.tracker import Tracker
-from qarl.trainer.checkpoints import Checkpoints, forward_weights, restore, rng_state, set_rng_state, training_state
+from qarl.trainer.checkpoints import (
+    Checkpoints,
+    forward_weights,
+    restore,
+    rng_state,
+    set_rng_state,
+    training_state,
+)
 from qarl.trainer.master_optimizer import MasterOptimizer
 from qarl.trainer.old_log_probs import Skipping
 from qarl.trainer.policy import Policy
@@ -39,7 +46,9 @@ def make_trainer(folder: Path, output: Path, **changes: Any) -> Any:
     """The part of a trainer that `restore` and `Checkpoints` see: a policy with its optimizer and data, no engine."""
     settings = run_config(output, f"model.path={folder}", "quant.align=off", "quant.scheme=bf16")
     policy = Policy.load(settings)
-    optimizer = MasterOptimizer(policy.model.named_parameters(), settings.optim, seed=0, total_training_steps=9)
+    optimizer = MasterOptimizer(
+        policy.model.named_parameters(), settings.optim, seed=0, total_training_steps=9
+    )
     parts = SimpleNamespace(train_prompts=prompts(), sampler=PromptSampler(4, 2), record={})
     trainer = SimpleNamespace(
         config=settings,
@@ -110,7 +119,9 @@ def test_the_loss_scale_of_a_run_in_fp16_is_restored(model_folder: Path, tmp_pat
     for trainer in trainers:
         parameters = trainer.policy.model.named_parameters()
         optim = trainer.config.optim
-        trainer.optimizer = MasterOptimizer(parameters, optim, seed=0, total_training_steps=9, scale_loss=True)
+        trainer.optimizer = MasterOptimizer(
+            parameters, optim, seed=0, total_training_steps=9, scale_loss=True
+        )
     interrupted, resumed = trainers
     for overflow in (True, True, False):
         interrupted.optimizer.loss_scale.updated(overflow=overflow)
@@ -152,7 +163,9 @@ def test_code_in_a_checkpoint_does_not_run(folder: Path, tmp_path: Path, name: s
     checkpoint = open_checkpoint(folder)
     with pytest.raises(UserError, match=f"(?s){name} cannot be used.*could run any code") as caught:
         checkpoint.optimizer() if name == "optimizer.pt" else checkpoint.rng()
-    assert "weights_only" not in str(caught.value)  # torch's own text recommends to load it all the same
+    assert "weights_only" not in str(
+        caught.value
+    )  # torch's own text recommends to load it all the same
     assert not (tmp_path / "ran").exists()
 
 
@@ -171,7 +184,12 @@ def test_other_weights_with_whole_files_are_refused(model_folder: Path, folder: 
 
 @pytest.mark.parametrize(
     "other",
-    [prompts("2"), prompts()[::-1], prompts()[:3], [Prompt(i, "x", [], [i, 4], "1") for i in range(4)]],
+    [
+        prompts("2"),
+        prompts()[::-1],
+        prompts()[:3],
+        [Prompt(i, "x", [], [i, 4], "1") for i in range(4)],
+    ],
     ids=["answers", "order", "fewer", "tokens"],
 )
 def test_other_prompts_are_refused(model_folder: Path, folder: Path, other: list[Prompt]) -> None:
@@ -184,12 +202,16 @@ def test_weights_that_lack_a_tensor_are_of_another_model(model_folder: Path, fol
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     reseal(folder)
-    with pytest.raises(UserError, match=r"(?s)checkpoint belongs to a different model.*model\.norm\.weight"):
+    with pytest.raises(
+        UserError, match=r"(?s)checkpoint belongs to a different model.*model\.norm\.weight"
+    ):
         restored(model_folder, folder)
 
 
 @pytest.fixture
-def resumed(model_folder: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Any]]:
+def resumed(
+    model_folder: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Any]]:
     """A function that takes the first step after a resume with a k3: its metrics, and what was said."""
     before = rng_state()
 
@@ -207,18 +229,24 @@ def resumed(model_folder: Path, folder: Path, capfd: pytest.CaptureFixture[str])
     set_rng_state(before)
 
 
-def test_published_tensors_that_are_not_the_checkpoints_are_named(resumed: Any, folder: Path) -> None:
+def test_published_tensors_that_are_not_the_checkpoints_are_named(
+    resumed: Any, folder: Path
+) -> None:
     metrics, said = resumed(1e-4)
     assert metrics["resume/published_equal"] == 1 and "warning" not in said
     published = open_checkpoint(folder).state["published"]
     reseal(folder, published=published | {"model.norm.weight": "0" * 64})
     metrics, said = resumed(1e-4)
     assert metrics["resume/published_equal"] == 0
-    assert "warning: 1 published tensors differ from the checkpoint's: ['model.norm.weight']" in said
+    assert (
+        "warning: 1 published tensors differ from the checkpoint's: ['model.norm.weight']" in said
+    )
 
 
 @pytest.mark.parametrize(("k3", "warned"), [(9e-4, False), (2e-3, True)])
-def test_a_mismatch_ten_times_that_of_the_step_before_is_said(resumed: Any, k3: float, warned: bool) -> None:
+def test_a_mismatch_ten_times_that_of_the_step_before_is_said(
+    resumed: Any, k3: float, warned: bool
+) -> None:
     metrics, said = resumed(k3)
     assert metrics["resume/k3_before"] == 1e-4 and metrics["resume/k3"] == k3
     assert ("more than ten times as much as before" in said) == warned

@@ -45,7 +45,9 @@ def idle_trainer(config: Config, inputs: RunInputs) -> Any:
     return SimpleNamespace(
         config=config,
         policy=policy,
-        optimizer=MasterOptimizer(policy.model.named_parameters(), config.optim, seed=0, total_training_steps=2),
+        optimizer=MasterOptimizer(
+            policy.model.named_parameters(), config.optim, seed=0, total_training_steps=2
+        ),
         parts=SimpleNamespace(train_prompts=inputs.train_prompts, sampler=inputs.sampler),
         source=SimpleNamespace(skipping=Skipping()),
         tokenizer=inputs.tokenizer,

@@ -34,7 +34,9 @@ def edited(folder: Path, tmp_path: Path, **files: Any) -> Path:
             path.write_text(changes)
             continue
         content = json.loads(path.read_text()) | changes
-        path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+        path.write_text(
+            json.dumps({key: value for key, value in content.items() if value is not None})
+        )
     return copy
 
 
@@ -51,9 +53,15 @@ AGREE: list[dict[str, Any]] = [
 ]
 
 WARN: list[tuple[dict[str, Any], str]] = [
-    ({"generation_config": {"eos_token_id": 2}}, r"tokenizer's EOS is 1 \('t1'\), but generation_config.json says 2"),
+    (
+        {"generation_config": {"eos_token_id": 2}},
+        r"tokenizer's EOS is 1 \('t1'\), but generation_config.json says 2",
+    ),
     ({"generation_config": None, "config": {"eos_token_id": 2}}, "config.json says 2"),
-    ({"tokenizer_config": {"eos_token": None}}, "EOS is no token, but generation_config.json says 1"),
+    (
+        {"tokenizer_config": {"eos_token": None}},
+        "EOS is no token, but generation_config.json says 1",
+    ),
     (
         {
             "tokenizer_config": {"eos_token": None},
@@ -65,7 +73,9 @@ WARN: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("files", "message"), [*((files, None) for files in AGREE), *WARN], ids=str)
+@pytest.mark.parametrize(
+    ("files", "message"), [*((files, None) for files in AGREE), *WARN], ids=str
+)
 def test_a_difference_is_worth_a_warning(
     folder: Path, tmp_path: Path, files: dict[str, Any], message: str | None
 ) -> None:
@@ -74,7 +84,9 @@ def test_a_difference_is_worth_a_warning(
 
 
 @pytest.mark.parametrize("files", [*AGREE, *(files for files, _ in WARN)], ids=str)
-def test_these_are_the_ids_that_vllm_stops_at(folder: Path, tmp_path: Path, files: dict[str, Any]) -> None:
+def test_these_are_the_ids_that_vllm_stops_at(
+    folder: Path, tmp_path: Path, files: dict[str, Any]
+) -> None:
     """vLLM's own code, without an engine: the config it reads, and what it adds to a request."""
     pytest.importorskip("vllm")
     from vllm import SamplingParams
@@ -84,6 +96,8 @@ def test_these_are_the_ids_that_vllm_stops_at(folder: Path, tmp_path: Path, file
     tokenizer, hf_config = load_tokenizer(str(model))
     config = try_get_generation_config(str(model), trust_remote_code=False)
     params = SamplingParams()
-    params.update_from_generation_config(config.to_diff_dict() if config else {}, tokenizer.eos_token_id)
+    params.update_from_generation_config(
+        config.to_diff_dict() if config else {}, tokenizer.eos_token_id
+    )
     theirs = {params.eos_token_id, *(params.stop_token_ids or [])} - {None}
     assert theirs == {tokenizer.eos_token_id, *model_eos(str(model), hf_config)[1]} - {None}

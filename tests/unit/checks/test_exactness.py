@@ -51,7 +51,9 @@ def test_threads_and_long_prompts(threads: int, prompt: int, tmp_path: Path) -> 
         (32, "[q_proj]", None),
     ],
 )
-def test_adapters_of_small_linears(rank: int, targets: str | None, responses: int | None, tmp_path: Path) -> None:
+def test_adapters_of_small_linears(
+    rank: int, targets: str | None, responses: int | None, tmp_path: Path
+) -> None:
     keys = [f"lora.r={rank}", *([f"lora.target_modules={targets}"] if targets else [])]
     said = exceptions(config(tmp_path, "trainer.num_threads=1", *keys), tiny())
     assert len(said) == (responses is not None)
@@ -61,10 +63,14 @@ def test_adapters_of_small_linears(rank: int, targets: str | None, responses: in
 
 
 @pytest.mark.parametrize("level", ["off", "linears", "model", "exact"])
-def test_only_the_level_exact_has_exceptions(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_level_exact_has_exceptions(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the notes of a run, and in the doctor."""
     monkeypatch.setattr(checks_of_model, "applied_level", lambda *_: (level, ()))
-    settings = config(tmp_path, f"quant.align={level}", "trainer.num_threads=2", "data.max_prompt_length=3000")
+    settings = config(
+        tmp_path, f"quant.align={level}", "trainer.num_threads=2", "data.max_prompt_length=3000"
+    )
     found = exceptions(settings, tiny())
     assert len(found) == 1
     assert (found[0] in level_notes(settings, tiny())) == (level == "exact")
@@ -90,10 +96,21 @@ def test_the_pages_name_the_same_limits() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "environment", "processes", "expected"),
-    [(3, "2", 1, 3), (None, "2", 1, 2), (None, "4,2", 1, 4), (None, "", 1, 6), (None, "", 4, 1), (None, "", 8, 1)],
+    [
+        (3, "2", 1, 3),
+        (None, "2", 1, 2),
+        (None, "4,2", 1, 4),
+        (None, "", 1, 6),
+        (None, "", 4, 1),
+        (None, "", 8, 1),
+    ],
 )
 def test_the_number_of_threads(
-    asked: int | None, environment: str, processes: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    asked: int | None,
+    environment: str,
+    processes: int,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", environment)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))

@@ -18,7 +18,9 @@ MODEL = ROOT / "qarl" / "bench" / "models" / "Qwen3-30B-A3B"
 
 
 def paper(*changes: str) -> Config:
-    return load_config([f"config={ROOT / 'configs' / 'qwen3_30b_w4a16.yaml'}", f"model.path={MODEL}", *changes])
+    return load_config(
+        [f"config={ROOT / 'configs' / 'qwen3_30b_w4a16.yaml'}", f"model.path={MODEL}", *changes]
+    )
 
 
 def planned(config: Config, device: str = "cuda") -> MemoryEstimate:
@@ -32,18 +34,29 @@ def names(memory: MemoryEstimate) -> dict[str, int]:
 
 def test_what_is_offloaded_is_in_host_memory():
     memory = planned(paper(*OFFLOADING))
-    on_gpu = sum(part.bytes for part in planned(paper()).parts if "masters" in part.name or "state" in part.name)
+    on_gpu = sum(
+        part.bytes
+        for part in planned(paper()).parts
+        if "masters" in part.name or "state" in part.name
+    )
     assert names(memory) == {OFFLOADED: pytest.approx(on_gpu, rel=1e-6)}
     assert memory.processes == 8 and memory.host_total == 8 * names(memory)[OFFLOADED]
     assert memory.host_lines()[-1].startswith("together on one machine, 8 GPUs: ")
     local = load_config([f"config={ROOT / 'configs' / 'quickstart.yaml'}", f"model.path={MODEL}"])
-    assert names(planned(local)).keys() == {"vLLM's weights while it sleeps"} and planned(local).processes == 1
+    assert (
+        names(planned(local)).keys() == {"vLLM's weights while it sleeps"}
+        and planned(local).processes == 1
+    )
 
 
 def test_the_doctor_compares_it_with_this_machine():
     memory = planned(paper(*OFFLOADING))
     error = host_memory(memory, 100 * GIB)
-    assert error.status == "error" and "of 100.0 GiB that are free" in error.what and "offloading" in error.fix
+    assert (
+        error.status == "error"
+        and "of 100.0 GiB that are free" in error.what
+        and "offloading" in error.fix
+    )
     assert [OFFLOADED in line for line in error.lines] == [True, False]
     assert host_memory(memory, memory.host_total).status == "warning"
     assert host_memory(memory, 2 * memory.host_total).status == "ok"

@@ -35,15 +35,18 @@ def test_the_kv_cache_is_counted_as_vllm_counts_it(startable_run: Path) -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     model = ModelSize.from_config(load_hf_config("model"))
-    spec = FullAttentionSpec(block_size=KV_BLOCK, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    spec = FullAttentionSpec(
+        block_size=KV_BLOCK, num_kv_heads=2, head_size=32, dtype=torch.bfloat16
+    )
     specs = {f"layer{i}": spec for i in range(2)}
     for response in (1, 112, 113, 300):
         vllm_config = fake_vllm_config(16 + response)
         for size in range(1, 6 * len(specs) * spec.page_size_bytes, 8191):
             gib = f"rollout.cpu_kvcache_space_gib={size / 2**30!r}"
             config = load_config(["config=run.yaml", f"data.max_response_length={response}", gib])
-            theirs = refuses(lambda: check_enough_kv_cache_memory(vllm_config, specs, size), ValueError)  # noqa: B023  called at once
-            assert refuses(lambda: check_kv_cache(config, model), UserError) == theirs  # noqa: B023  called at once
+            vllm_check = functools.partial(check_enough_kv_cache_memory, vllm_config, specs, size)
+            qarl_check = functools.partial(check_kv_cache, config, model)
+            assert refuses(qarl_check, UserError) == refuses(vllm_check, ValueError)
 
 
 def fake_vllm_config(max_model_len: int) -> Any:
@@ -76,7 +79,10 @@ def test_the_checks_refuse_what_vllm_refuses() -> None:
     for count in range(4):
         for ignore in itertools.combinations(parts, count):
             engine = functools.partial(
-                should_ignore_layer, "model.layers.0.self_attn.qkv_proj", ignore, fused_mapping=fused_layers
+                should_ignore_layer,
+                "model.layers.0.self_attn.qkv_proj",
+                ignore,
+                fused_mapping=fused_layers,
             )
             ours = functools.partial(layers.check_fused_layers, parts, ignore)
             assert refuses(ours, UserError) == refuses(engine, ValueError), ignore
@@ -84,11 +90,15 @@ def test_the_checks_refuse_what_vllm_refuses() -> None:
     if not current_platform.is_cpu():
         pytest.skip("vLLM's kernel for CPUs answers on a CPU only")
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
-    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
+        MPLinearLayerConfig,
+    )
     from vllm.scalar_type import scalar_types
 
     for n, k in itertools.product((16, 32, 40, 64, 96), repeat=2):
-        layer = MPLinearLayerConfig((k, n), (k, n), scalar_types.uint4b8, torch.bfloat16, 8, False, False)
+        layer = MPLinearLayerConfig(
+            (k, n), (k, n), scalar_types.uint4b8, torch.bfloat16, 8, False, False
+        )
         ours = functools.partial(layers.check_engine_shapes, {"down_proj": (n, k)})
         assert refuses(ours, UserError) != CPUWNA16LinearKernel.can_implement(layer)[0], (n, k)
 
@@ -109,8 +119,16 @@ SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "intermediate_size": 512,
 }
-EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
-DENSE, MOE, SHARED = transformers.Qwen3Config, transformers.Qwen3MoeConfig, transformers.Qwen2MoeConfig
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+DENSE, MOE, SHARED = (
+    transformers.Qwen3Config,
+    transformers.Qwen3MoeConfig,
+    transformers.Qwen2MoeConfig,
+)
 
 
 def config(workers: int, group: int = 128, **changes: Any) -> Config:
@@ -126,9 +144,17 @@ def config(workers: int, group: int = 128, **changes: Any) -> Config:
 
 ROWS = [
     # A matrix that is split along its inputs; the size that cuts a group of it; the layers that the error names.
-    (DENSE, {"num_attention_heads": 6, "num_key_value_heads": 2}, "layers.0.self_attn.o_proj"),  # 192 / 2 = 96
+    (
+        DENSE,
+        {"num_attention_heads": 6, "num_key_value_heads": 2},
+        "layers.0.self_attn.o_proj",
+    ),  # 192 / 2 = 96
     (DENSE, {"intermediate_size": 384}, "layers.0.mlp.down_proj"),  # 192 for each of two
-    (SHARED, EXPERTS | {"shared_expert_intermediate_size": 384}, "layers.0.mlp.shared_expert.down_proj"),
+    (
+        SHARED,
+        EXPERTS | {"shared_expert_intermediate_size": 384},
+        "layers.0.mlp.shared_expert.down_proj",
+    ),
     (SHARED, EXPERTS | {"moe_intermediate_size": 384}, "layers.0.mlp.experts.*.down_proj"),
 ]
 
@@ -136,12 +162,16 @@ ROWS = [
 def problems(config: Config, model: Any) -> list[UserError]:
     shapes = convert.linear_shapes(layers.meta_model(model))
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
-    quantized = layers.select_shapes(shapes, scheme, config.quant.ignore) if scheme.quantized else {}
+    quantized = (
+        layers.select_shapes(shapes, scheme, config.quant.ignore) if scheme.quantized else {}
+    )
     return list(split_errors(config, model, quantized))
 
 
 @pytest.mark.parametrize(("kind", "sizes", "layer"), ROWS)
-def test_a_group_of_two_workers_is_refused_by_name(kind: Any, sizes: dict[str, Any], layer: str) -> None:
+def test_a_group_of_two_workers_is_refused_by_name(
+    kind: Any, sizes: dict[str, Any], layer: str
+) -> None:
     model = kind(**{**SIZES, **sizes})
     group = 64 if "num_attention_heads" in sizes else 128
     (error,) = problems(config(2, group), model)

@@ -27,9 +27,14 @@ def test_training_refuses_what_gpus_do_not_compute(tmp_path, monkeypatch):
     with pytest.raises(UserError) as error:
         check_scheme(config(tmp_path, "quant.scheme=w4a8"), gpu(90))
     assert W4A8_ON_GPUS in str(error.value)
-    for scheme, kernels, words in (("w4a8", "qarl", W4A8_ON_GPUS), ("w4a16", "dequantized", "only on a CPU")):
+    for scheme, kernels, words in (
+        ("w4a8", "qarl", W4A8_ON_GPUS),
+        ("w4a16", "dequantized", "only on a CPU"),
+    ):
         with pytest.raises(UserError) as error:
-            check_kernels(config(tmp_path, f"quant.scheme={scheme}", f"quant.kernels={kernels}"), gpu(90))
+            check_kernels(
+                config(tmp_path, f"quant.scheme={scheme}", f"quant.kernels={kernels}"), gpu(90)
+            )
         assert words in str(error.value)
     with pytest.raises(UserError, match="no int8 products"):
         check_capability("w8a8", "engine", 100)
@@ -40,7 +45,10 @@ def test_training_refuses_what_gpus_do_not_compute(tmp_path, monkeypatch):
 def test_experts_that_cannot_run_are_refused(tmp_path: Path) -> None:
     experts, dense = SimpleNamespace(num_experts=8), SimpleNamespace(num_experts=None)
     w8a8, own = config(tmp_path, "quant.scheme=w8a8"), config(tmp_path, "quant.kernels=dequantized")
-    for refused, words in ((w8a8, "no int8 products for experts on GPUs"), (own, "dequantized does not support a mix")):
+    for refused, words in (
+        (w8a8, "no int8 products for experts on GPUs"),
+        (own, "dequantized does not support a mix"),
+    ):
         with pytest.raises(UserError, match=words):
             check_experts(refused, gpu(90), experts)
         check_experts(refused, gpu(90), dense)
@@ -48,7 +56,8 @@ def test_experts_that_cannot_run_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "module", "refused"), [("1.16.0", "grpo", True), ("1.12.0", "ppo", False), ("0.12.0", None, False)]
+    ("version", "module", "refused"),
+    [("1.16.0", "grpo", True), ("1.12.0", "ppo", False), ("0.12.0", None, False)],
 )
 def test_a_trl_without_the_class_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, module: str | None, refused: bool
@@ -57,7 +66,9 @@ def test_a_trl_without_the_class_is_refused(
     (package / "experimental" / module if module else package).mkdir(parents=True)
     (package / "__init__.py").touch()
     (tmp_path / f"trl-{version}.dist-info").mkdir()
-    (tmp_path / f"trl-{version}.dist-info" / "METADATA").write_text(f"Name: trl\nVersion: {version}\n")
+    (tmp_path / f"trl-{version}.dist-info" / "METADATA").write_text(
+        f"Name: trl\nVersion: {version}\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert importlib.metadata.version("trl") == version
     if not refused:

@@ -69,7 +69,17 @@ def test_the_local_trainer_by_hand() -> None:
     }
     assert wire == 34784
     assert memory.kv_tokens == 2**29 // 256
-    rollout = 149120 + 298240 + 596480 + 2 * wire - 224 + (wire + 26240 + PACKED) + 2**29 + 2**30 + RUNTIME_BYTES
+    rollout = (
+        149120
+        + 298240
+        + 596480
+        + 2 * wire
+        - 224
+        + (wire + 26240 + PACKED)
+        + 2**29
+        + 2**30
+        + RUNTIME_BYTES
+    )
     assert memory.total("rollout") == rollout
     update = rollout + 298240 + 149120 + 122880 + 206720 + 33600
     assert memory.total("update") == update
@@ -92,8 +102,12 @@ def test_the_local_engine_sleeps_on_a_gpu() -> None:
 
 def test_the_kernels_with_their_own_input_gradient_are_the_registrys() -> None:
     kernels = [kernel for kernels in LINEAR_KERNELS.values() for kernel in kernels]
-    assert {kernel.name for kernel in kernels if kernel.computes_input_gradient} == OWN_INPUT_GRADIENT
-    assert {kernel.name for kernel in kernels if not kernel.computes_input_gradient}.isdisjoint(OWN_INPUT_GRADIENT)
+    assert {
+        kernel.name for kernel in kernels if kernel.computes_input_gradient
+    } == OWN_INPUT_GRADIENT
+    assert {kernel.name for kernel in kernels if not kernel.computes_input_gradient}.isdisjoint(
+        OWN_INPUT_GRADIENT
+    )
 
 
 FEW_TOKENS = {"rollout__max_num_batched_tokens": 12, "rollout__max_num_seqs": 12}
@@ -103,7 +117,11 @@ OPTIONS = [
     ({"optim__name": "muon"}, "muon state, FP32", 4 * 61440 + 8 * (74560 - 61440)),
     ({"quant__scheme": "bf16"}, "vLLM: weights", 149120 + PACKED),
     ({"quant__align": "off"}, "low-bit tensors", None),
-    ({"quant__align": "off"}, "activations, update", 2 * 20 * 2 * 2200),  # 16 * 64 + 8, 2 * 128, 2 * 64 + 16, 8 * 96
+    (
+        {"quant__align": "off"},
+        "activations, update",
+        2 * 20 * 2 * 2200,
+    ),  # 16 * 64 + 8, 2 * 128, 2 * 64 + 16, 8 * 96
     ({"model__gradient_checkpointing": True}, "activations, update", 2 * 20 * (2 * 64 * 4 + 2584)),
     ({"quant__ignore": ["lm_head", "re:.*mlp"]}, "low-bit tensors", 2 * (2 * 2320 + 2 * 1168)),
     # An adapter of r on [N, K] has r (N + K) weights: 928 r in each of two layers.
@@ -113,10 +131,18 @@ OPTIONS = [
     ({"lora__r": 8, "optim__name": "muon"}, "update of one parameter", 16 * 8 * 96),
     ({"lora__r": 8}, "vLLM: A and B, gathered", 4096 * 8 * 6 * 96),
     ({"lora__r": 8, **FEW_TOKENS}, "vLLM: A and B, gathered", 20 * 8 * 6 * 96),  # a whole row
-    ({"lora__r": 8, "lora__target_modules": ["q_proj"]}, "vLLM: A and B, gathered", 4096 * 8 * 6 * 64),
+    (
+        {"lora__r": 8, "lora__target_modules": ["q_proj"]},
+        "vLLM: A and B, gathered",
+        4096 * 8 * 6 * 64,
+    ),
     ({}, "vLLM: A and B, gathered", None),
     # At first vLLM has the base, too: 34784 and 26240 bytes, in place of 20 * 6 * 96 of A.
-    ({"lora__r": 1, **FEW_TOKENS}, "vLLM: second copy of the base, at the start", 34784 + 26240 - 11520),
+    (
+        {"lora__r": 1, **FEW_TOKENS},
+        "vLLM: second copy of the base, at the start",
+        34784 + 26240 - 11520,
+    ),
     ({"lora__r": 8, **FEW_TOKENS}, "vLLM: second copy of the base, at the start", None),
     ({**FEW_TOKENS}, "vLLM: second copy of the base, at the start", None),
     ({"lora__r": 8}, "FP32 gradient sums", 4 * 14848),
@@ -124,22 +150,42 @@ OPTIONS = [
     ({"lora__r": 8}, "weights, BF16", 2 * (74560 - 61440 + 14848)),
     ({"lora__r": 8, "quant__scheme": "bf16"}, "weights, BF16", 2 * (74560 + 14848)),
     ({"lora__r": 8}, "dequantized weight of one layer, BF16", 2 * 96 * 64),
-    ({"lora__r": 8}, "vLLM: weights", PACKED + 2 * 14848),  # the base is the trainer's, unless vLLM packs it
+    (
+        {"lora__r": 8},
+        "vLLM: weights",
+        PACKED + 2 * 14848,
+    ),  # the base is the trainer's, unless vLLM packs it
     ({"lora__r": 8, "quant__scheme": "fp8"}, "vLLM: weights", PACKED + 2 * 14848),
-    ({"lora__r": 8, "quant__scheme": "w8a8"}, "vLLM: weights", 61440 + 4 * 896 + PACKED + 2 * 14848),
+    (
+        {"lora__r": 8, "quant__scheme": "w8a8"},
+        "vLLM: weights",
+        61440 + 4 * 896 + PACKED + 2 * 14848,
+    ),
     ({"lora__r": 8, "quant__scheme": "bf16"}, "vLLM: weights", 2 * 61440 + PACKED + 2 * 14848),
-    ({"lora__r": 8, "quant__kernels": "dequantized"}, "vLLM: weights", 2 * 61440 + PACKED + 2 * 14848),
+    (
+        {"lora__r": 8, "quant__kernels": "dequantized"},
+        "vLLM: weights",
+        2 * 61440 + PACKED + 2 * 14848,
+    ),
     ({"lora__r": 8, "lora__target_modules": ["q_proj"]}, "FP32 masters", 4 * 2 * 8 * 128),
-    ({}, "low-bit tensors in the kernels' layout", None),  # without a kernel: one that reads what is published
+    (
+        {},
+        "low-bit tensors in the kernels' layout",
+        None,
+    ),  # without a kernel: one that reads what is published
 ]
 
 
 @needs_w4a16_cpu
 @pytest.mark.parametrize("scheme", ["w4a16", "fp8"])
-def test_copies_in_the_kernels_layout_are_those_of_a_model_with_experts(scheme: str, tmp_path: Path) -> None:
+def test_copies_in_the_kernels_layout_are_those_of_a_model_with_experts(
+    scheme: str, tmp_path: Path
+) -> None:
     folder = save_random_model(tmp_path, "qwen3_moe")
     ignore = ["lm_head", "re:.*mlp[.]gate$"]
-    config = run(model__path=str(folder), quant__scheme=scheme, quant__group_size=32, quant__ignore=ignore)
+    config = run(
+        model__path=str(folder), quant__scheme=scheme, quant__group_size=32, quant__ignore=ignore
+    )
     inputs = RunInputs(config, plan=True)
     model = load_model(folder, scheme=inputs.scheme)
     held = 0
@@ -149,7 +195,12 @@ def test_copies_in_the_kernels_layout_are_those_of_a_model_with_experts(scheme: 
             products = layer.low_bit().prepared
             if products[0].experts[0].weight.dtype == torch.float8_e4m3fn:
                 pytest.skip("this CPU multiplies FP8 without a copy in FP32")
-            held += sum(tensor.nbytes for product in products for weight in product.experts for tensor in weight)
+            held += sum(
+                tensor.nbytes
+                for product in products
+                for weight in product.experts
+                for tensor in weight
+            )
         else:
             held += sum(tensor.nbytes for tensor in layer.prepared)
     plan = parts(estimate(inputs.size, config, device="cpu", kernels=inputs.layouts))
@@ -184,7 +235,11 @@ def test_adapters_under_fsdp2_by_hand() -> None:
     assert sharded["update of one parameter"] == 16 * 8 * 96 // 2
     assert sharded["vLLM: A and B, gathered"] == 8192 * 8 * 6 * 96
     wide = parts(
-        estimate(replace(SMALL, intermediate=256), run(lora__r=8, lora__target_modules=["up_proj"]), device="cpu")
+        estimate(
+            replace(SMALL, intermediate=256),
+            run(lora__r=8, lora__target_modules=["up_proj"]),
+            device="cpu",
+        )
     )
     assert wide["vLLM: A and B, gathered"] == 4096 * 8 * 2 * 256, "B is larger than A in FP32"
 
@@ -195,7 +250,12 @@ def test_one_micro_batch_sums_no_gradients_while_activations_live() -> None:
 
 
 def test_sharded_by_hand() -> None:
-    config = run(backend="verl", trainer__n_gpus_per_node=2, trainer__nnodes=2, rollout__tensor_model_parallel_size=2)
+    config = run(
+        backend="verl",
+        trainer__n_gpus_per_node=2,
+        trainer__nnodes=2,
+        rollout__tensor_model_parallel_size=2,
+    )
     memory = estimate(SMALL, config, device="cuda", gpu_memory_bytes=8 * GIB)
     weights = (34784 + 640 + 25600) // 2
     assert memory.kv_cache == 4 * GIB - weights - ENGINE_WORKSPACE_BYTES
@@ -216,7 +276,9 @@ def test_sharded_by_hand() -> None:
     assert memory.total("rollout") == resident + 4 * GIB  # vLLM's whole share
     asleep = ENGINE_ASLEEP_BYTES + ENGINE_GROUP_BYTES  # the engine's model is on two GPUs
     assert memory.total("step") == resident + 74560 + 16 * 6400 // 4 + asleep
-    assert estimate(SMALL, config, device="cpu").total("step") > resident + GIB // 2  # on CPU it does not
+    assert (
+        estimate(SMALL, config, device="cpu").total("step") > resident + GIB // 2
+    )  # on CPU it does not
     config = config.model_copy(update={"verl": dict.fromkeys(OFFLOAD, True)})
     offloaded = estimate(SMALL, config, device="cuda", gpu_memory_bytes=8 * GIB)
     assert offloaded.total("rollout") == memory.total("rollout") - 74560 - 149120
@@ -232,30 +294,54 @@ def test_rows_of_experts_by_hand() -> None:
     ours = {"w4a16": 6 * 64 + 12 * 32, "w8a8": 7 * 64 + 12 * 32, "fp8": 7 * 64 + 12 * 32}
     for scheme, each in ours.items():
         config = run(quant__scheme=scheme, quant__align="linears")
-        assert parts(estimate(moe, config, device="cuda"))["rows of a layer's experts"] == rows * each + x
-    for changes in ({"quant__scheme": "bf16"}, {"quant__align": "off"}, {"quant__ignore": ["lm_head", "re:.*experts"]}):
+        assert (
+            parts(estimate(moe, config, device="cuda"))["rows of a layer's experts"]
+            == rows * each + x
+        )
+    for changes in (
+        {"quant__scheme": "bf16"},
+        {"quant__align": "off"},
+        {"quant__ignore": ["lm_head", "re:.*experts"]},
+    ):
         config = run(**{"quant__align": "linears"} | changes)
-        assert parts(estimate(moe, config, device="cuda"))["rows of a layer's experts"] == rows * 6 * 64 + x
+        assert (
+            parts(estimate(moe, config, device="cuda"))["rows of a layer's experts"]
+            == rows * 6 * 64 + x
+        )
     assert "rows of a layer's experts" not in parts(estimate(SMALL, run(), device="cuda"))
 
 
 def test_only_the_backward_of_sharded_int4_experts_has_a_second_layout() -> None:
     moe = replace(SMALL, experts=4, experts_per_token=2, moe_intermediate=32, sparse_layers=(0,))
-    for scheme, expected in (("w4a16", 4 * 3 * (64 * 32 // 2 + 2 * 64 * 32 // 32 + 16)), ("w8a8", 0)):
-        memory = estimate(moe, run(backend="verl", quant__scheme=scheme, quant__align="linears"), device="cpu")
+    for scheme, expected in (
+        ("w4a16", 4 * 3 * (64 * 32 // 2 + 2 * 64 * 32 // 32 + 16)),
+        ("w8a8", 0),
+    ):
+        memory = estimate(
+            moe, run(backend="verl", quant__scheme=scheme, quant__align="linears"), device="cpu"
+        )
         restored = [part for part in memory.parts if part.name == "experts of one layer, restored"]
-        assert [(part.bytes, part.phases) for part in restored] == ([(expected, ("update",))] if expected else [])
+        assert [(part.bytes, part.phases) for part in restored] == (
+            [(expected, ("update",))] if expected else []
+        )
     assert "experts of one layer, restored" not in parts(estimate(moe, run(), device="cpu"))
 
 
 @pytest.mark.parametrize("backend", ["local", "verl"])
 def test_many_logits_are_computed_in_blocks(backend: str) -> None:
     """At 2**27 logits: 10 or 8 bytes for each, and in the update 18 and 4 bytes for each weight of lm_head."""
-    changes = {"backend": backend, "data__max_response_length": 2**21, "actor__log_prob_micro_batch_size_per_gpu": 2}
+    changes = {
+        "backend": backend,
+        "data__max_response_length": 2**21,
+        "actor__log_prob_micro_batch_size_per_gpu": 2,
+    }
     sizes = parts(estimate(SMALL, run(**changes), device="cpu"))
     assert sizes["logits, log-probs"] == {"local": 10, "verl": 8}[backend] * LOGITS_AT_A_TIME
     assert sizes["logits, update"] == 18 * LOGITS_AT_A_TIME + 4 * 6400
-    assert parts(estimate(SMALL, run(**changes, lora__r=8), device="cpu"))["logits, update"] == 18 * LOGITS_AT_A_TIME
+    assert (
+        parts(estimate(SMALL, run(**changes, lora__r=8), device="cpu"))["logits, update"]
+        == 18 * LOGITS_AT_A_TIME
+    )
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("max", 4096), (str(2**30), 4096), ("3000", 2000)])

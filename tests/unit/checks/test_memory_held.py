@@ -53,7 +53,11 @@ def test_parameters_and_linears_are_those_of_transformers(family: str) -> None:
     config = tiny(family)
     size, model = ModelSize.from_config(config), meta(config)
     assert size.parameters == sum(p.numel() for p in model.parameters())
-    linears = {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linears = {
+        n: (m.out_features, m.in_features)
+        for n, m in model.named_modules()
+        if isinstance(m, nn.Linear)
+    }
     assert {n: shape for n, shape in size.linears().items() if ".experts." not in n} == {
         n: shape for n, shape in linears.items() if n != "lm_head"
     }
@@ -66,14 +70,18 @@ def test_parameters_and_linears_are_those_of_transformers(family: str) -> None:
 def test_adapters_are_counted_as_they_are_made(family: str, targets: Any) -> None:
     config = tiny(family)
     made = target_linears(meta(config), targets)
-    counted = adapter_parameters(ModelSize.from_config(config), run(lora__r=8, lora__target_modules=targets))
+    counted = adapter_parameters(
+        ModelSize.from_config(config), run(lora__r=8, lora__target_modules=targets)
+    )
     assert counted == 8 * sum(map(sum, made.values())) > 0
 
 
 @pytest.mark.parametrize("path", MODELS, ids=[path.parent.name for path in MODELS])
 def test_public_models_are_counted_as_transformers_counts_them(path: Path) -> None:
     model = meta(transformers.AutoConfig.from_pretrained(path.parent))
-    assert ModelSize.from_config(json.loads(path.read_text())).parameters == sum(p.numel() for p in model.parameters())
+    assert ModelSize.from_config(json.loads(path.read_text())).parameters == sum(
+        p.numel() for p in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -102,30 +110,42 @@ def test_bytes_that_kernels_prepare(scheme: str, kernel: Any) -> None:
     tensors = [prepared] if isinstance(prepared, torch.Tensor) else list(prepared)
     size = sum(t.nbytes for t in tensors)
     if kernel is TorchFP8Linear and not _fp32_matmul_equals_scaled_mm(weight.shape[1]):
-        size += 3 * weight.numel()  # kept as e4m3 where FP32 sums have other bits: less than is counted
+        size += (
+            3 * weight.numel()
+        )  # kept as e4m3 where FP32 sums have other bits: less than is counted
     assert prepared_bytes(scheme, kernel.name, 32, (96, 128)) == size
 
 
 @pytest.mark.parametrize("level", ["off", "linears", "model", "exact", CUDA_MODEL])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3, tied"])
-def test_activations_are_what_autograd_keeps(monkeypatch: pytest.MonkeyPatch, family: str, level: str) -> None:
+def test_activations_are_what_autograd_keeps(
+    monkeypatch: pytest.MonkeyPatch, family: str, level: str
+) -> None:
     """Bytes of one row; the difference of three layers and one layer leaves out what is not in the blocks."""
     if level == "model":  # on a CPU it is `exact`, if the engine's operator can be called
-        monkeypatch.setattr("qarl.align.levels.exact_unavailable", lambda *_: "without the operator")
+        monkeypatch.setattr(
+            "qarl.align.levels.exact_unavailable", lambda *_: "without the operator"
+        )
     saved = []
     for layers in (1, 3):
         config = tiny(family)
         config.num_hidden_layers = layers
         config.layer_types = ["full_attention"] * layers
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
         if level == CUDA_MODEL and (why_not := vllm_without_device()):
             pytest.skip(f"vLLM's table of cosines: {why_not}")
         stand_in_for_vllm(monkeypatch)
-        device = torch.device("cuda" if level == CUDA_MODEL else "cpu")  # PyTorch stands for the GPU's operators
+        device = torch.device(
+            "cuda" if level == CUDA_MODEL else "cpu"
+        )  # PyTorch stands for the GPU's operators
         if align_model(model, level.split()[0], device=device).level != level.split()[0]:
             pytest.skip("this machine does not have the level")
         saved.append(saved_bytes(model, torch.zeros(1, 192, dtype=torch.long)))
-    assert (saved[1] - saved[0]) / 2 / 192 == ModelSize.from_config(config).activation_bytes_per_token(level)
+    assert (saved[1] - saved[0]) / 2 / 192 == ModelSize.from_config(
+        config
+    ).activation_bytes_per_token(level)
 
 
 def saved_bytes(model: nn.Module, input_ids: torch.Tensor) -> int:
@@ -144,7 +164,12 @@ def saved_bytes(model: nn.Module, input_ids: torch.Tensor) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "hidden_size": 256}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "hidden_size": 256,
+}
 
 
 @pytest.mark.parametrize("scheme", ["off", "w4a16", "w8a8", "fp8"])
@@ -162,13 +187,27 @@ def test_rows_of_the_experts_are_what_their_backward_holds(scheme: str) -> None:
         actor__log_prob_micro_batch_size_per_gpu=None,
     )
     align = "off" if scheme == "off" else "linears"
-    estimated = parts(estimate(size, planned, device="cuda", align=align))["rows of a layer's experts"]
+    estimated = parts(estimate(size, planned, device="cuda", align=align))[
+        "rows of a layer's experts"
+    ]
     if scheme == "off":
-        peak, estimated = peak_of_transformers(config, tokens), estimated + tokens * size.expert_row_bytes
+        peak, estimated = (
+            peak_of_transformers(config, tokens),
+            estimated + tokens * size.expert_row_bytes,
+        )
     else:
-        peak = peak_of_ours(size, scheme, tokens) - 2 * 8 * 3 * 128 * 256  # less the stacks' gradients, another part
-    assert estimated <= peak <= estimated + 4 * tokens * 56 + tokens * 256 * (scheme in ("w8a8", "fp8"))
-    saved = [parts(estimate(size, planned, device="cuda", align=to))["activations, update"] for to in ("off", align)]
+        peak = (
+            peak_of_ours(size, scheme, tokens) - 2 * 8 * 3 * 128 * 256
+        )  # less the stacks' gradients, another part
+    assert (
+        estimated
+        <= peak
+        <= estimated + 4 * tokens * 56 + tokens * 256 * (scheme in ("w8a8", "fp8"))
+    )
+    saved = [
+        parts(estimate(size, planned, device="cuda", align=to))["activations, update"]
+        for to in ("off", align)
+    ]
     assert saved[0] - saved[1] == (0 if align == "off" else 4 * tokens * size.expert_row_bytes)
 
 
@@ -176,8 +215,14 @@ def peak_of_ours(size: ModelSize, scheme_name: str, tokens: int) -> int:
     scheme = get_scheme(scheme_name, 128)
     with torch.device("meta"):
         x = torch.empty(tokens, size.hidden, dtype=torch.bfloat16, requires_grad=True)
-        weights, ids = torch.empty(tokens, 4, requires_grad=True), torch.empty(tokens, 4, dtype=torch.int64)
-        stacks = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in stack_shapes(size)]
+        weights, ids = (
+            torch.empty(tokens, 4, requires_grad=True),
+            torch.empty(tokens, 4, dtype=torch.int64),
+        )
+        stacks = [
+            torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+            for shape in stack_shapes(size)
+        ]
     with counting():
         wires = [wire(tuple(stack.shape), scheme) for stack in stacks]
         y = fused_experts(x, weights, ids, *stacks, LowBitExperts.of(TritonExperts, *wires))
@@ -191,7 +236,10 @@ def peak_of_transformers(config: Any, tokens: int) -> int:
     config._experts_implementation = "grouped_mm"
     experts = transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts(config).bfloat16()
     x = torch.randn(tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    weights, ids = torch.rand(tokens, 4).bfloat16().requires_grad_(), torch.rand(tokens, 8).topk(4).indices
+    weights, ids = (
+        torch.rand(tokens, 4).bfloat16().requires_grad_(),
+        torch.rand(tokens, 8).topk(4).indices,
+    )
     with LiveBytes() as forward:
         y = experts(x, ids, weights)
     grad = torch.empty_like(y)
@@ -205,7 +253,9 @@ def test_a_checkpoint_is_as_large_as_its_folder(tmp_path: Path, name: str, maste
     config = run(optim__name=name, optim__master_dtype=master)
     source = save_random_model(tmp_path / "source", vocab_size=2048, tie=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    optimizer = MasterOptimizer(model.named_parameters(), config.optim, seed=0, total_training_steps=1)
+    optimizer = MasterOptimizer(
+        model.named_parameters(), config.optim, seed=0, total_training_steps=1
+    )
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.accumulate()
@@ -213,7 +263,9 @@ def test_a_checkpoint_is_as_large_as_its_folder(tmp_path: Path, name: str, maste
     save_checkpoint(
         tmp_path / "step_1",
         files=ModelFiles.of(model, transformers.AutoTokenizer.from_pretrained(source)),
-        weights=[(key, tensor) for key, tensor in model.state_dict().items() if key != "lm_head.weight"],
+        weights=[
+            (key, tensor) for key, tensor in model.state_dict().items() if key != "lm_head.weight"
+        ],
         optimizer=optimizer.state_dict(),
         rng={},
         state={},

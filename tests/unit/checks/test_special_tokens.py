@@ -14,15 +14,21 @@ from qarl.data.response_text import response_texts
 MESSAGES = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
 ENDS = "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 ANSWERS = "{# the answer stands in <answer> and </answer> #}"
-READS_TAGS = "def score(solution_str, **_):\n    return float('<answer>7</answer>' in solution_str)\n"
+READS_TAGS = (
+    "def score(solution_str, **_):\n    return float('<answer>7</answer>' in solution_str)\n"
+)
 READS_NUMBERS = "def score(solution_str, **_):\n    return float(solution_str.endswith('7'))\n"
 
 
 def tokenizer(tags_are_special: bool, template: str) -> Any:
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "7": 1, "8": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", chat_template=template)
-    marks = [AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>", "<start_of_turn>")]
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="[UNK]", chat_template=template
+    )
+    marks = [
+        AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>", "<start_of_turn>")
+    ]
     made.add_tokens(marks, special_tokens=True)
     tags = [AddedToken(text, special=tags_are_special) for text in ("<answer>", "</answer>")]
     made.add_tokens(tags, special_tokens=tags_are_special)
@@ -34,7 +40,9 @@ def warnings(folder: Path, source: str | None, kept: bool, **kinds: Any) -> list
     (folder / "mine.py").write_text(source or "")
     function = f"{folder}/mine.py:score" if source else "arithmetic"
     made = tokenizer(**kinds)
-    config: Any = SimpleNamespace(reward=SimpleNamespace(function=function, keep_special_tokens=kept))
+    config: Any = SimpleNamespace(
+        reward=SimpleNamespace(function=function, keep_special_tokens=kept)
+    )
     chat: Any = made.apply_chat_template(
         [{"role": "user", "content": "8"}], add_generation_prompt=True, return_dict=False
     )
@@ -47,9 +55,27 @@ def warnings(folder: Path, source: str | None, kept: bool, **kinds: Any) -> list
 @pytest.mark.parametrize(
     ("source", "kept", "special", "template", "words"),
     [
-        (READS_TAGS, False, True, MESSAGES + ENDS, "source of reward.function names </answer>, <answer>"),
-        (READS_TAGS, False, True, MESSAGES + ANSWERS, "source of reward.function names </answer>, <answer>"),
-        (READS_NUMBERS, False, True, MESSAGES + ENDS + ANSWERS, "chat template names </answer>, <answer>"),
+        (
+            READS_TAGS,
+            False,
+            True,
+            MESSAGES + ENDS,
+            "source of reward.function names </answer>, <answer>",
+        ),
+        (
+            READS_TAGS,
+            False,
+            True,
+            MESSAGES + ANSWERS,
+            "source of reward.function names </answer>, <answer>",
+        ),
+        (
+            READS_NUMBERS,
+            False,
+            True,
+            MESSAGES + ENDS + ANSWERS,
+            "chat template names </answer>, <answer>",
+        ),
         (READS_NUMBERS, False, True, MESSAGES + ENDS, None),
         (
             READS_NUMBERS + "# ends in <|im_end|>\n",
@@ -75,7 +101,9 @@ def test_tokens_that_a_reward_waits_for(
 def test_the_text_that_a_reward_gets(special: bool) -> None:
     made = tokenizer(special, MESSAGES)
     ids = made.convert_tokens_to_ids(["<answer>", "7", "</answer>", "<|im_end|>"])
-    kept, plain = (response_texts(made, [ids], keep_special_tokens=keep)[0].split() for keep in (True, False))
+    kept, plain = (
+        response_texts(made, [ids], keep_special_tokens=keep)[0].split() for keep in (True, False)
+    )
     assert "".join(kept) == "<answer>7</answer><|im_end|>"
     assert "".join(plain) == ("7" if special else "<answer>7</answer>")
     removed = {"<|im_start|>", "<|im_end|>", "<start_of_turn>", "[UNK]"} | (

@@ -9,7 +9,15 @@ import yaml
 from checkout import SHIPPED
 from config_problems import MINIMAL
 
-from qarl.config import Config, ConfigError, build_config, describe_keys, load_config, read_config, write_resolved
+from qarl.config import (
+    Config,
+    ConfigError,
+    build_config,
+    describe_keys,
+    load_config,
+    read_config,
+    write_resolved,
+)
 from qarl.config.read_config import find_config, shipped_folder
 
 
@@ -23,10 +31,18 @@ def test_defaults_are_the_papers_and_verls(folder: Path) -> None:
     config = load_config(["config=minimal.yaml"])
     actor = config.actor
     assert (actor.seq_clip_ratio_high, actor.seq_clip_ratio_low) == (4e-4, 3e-4)
-    assert (actor.neg_seq_clip_ratio_low, actor.neg_seq_clip_ratio_high, actor.seq_tis_imp_ratio_cap) == (3e-4, 7e-4, 2)
+    assert (
+        actor.neg_seq_clip_ratio_low,
+        actor.neg_seq_clip_ratio_high,
+        actor.seq_tis_imp_ratio_cap,
+    ) == (3e-4, 7e-4, 2)
     assert (config.backend, config.quant.scheme, config.quant.align) == ("local", "w4a16", "model")
     assert (config.quant.ignore, config.quant.group_size) == (["lm_head"], 128)
-    assert (config.optim.betas, config.optim.lr, config.trainer.test_freq) == ((0.9, 0.999), 1e-6, -1)
+    assert (config.optim.betas, config.optim.lr, config.trainer.test_freq) == (
+        (0.9, 0.999),
+        1e-6,
+        -1,
+    )
     assert config.data.train_files == ["train.parquet"]
     assert config.run_dir == Path("runs/minimal")
 
@@ -53,7 +69,9 @@ def test_yaml_values_follow_yaml_1_2(text: str, value: Any) -> None:
     assert type(parsed) is type(value)
 
 
-@pytest.mark.parametrize("text", ["off", "1e-4", "true", "~", "", "2024-01-01", "- a", "a: b", "'", "x # y", "é", "1."])
+@pytest.mark.parametrize(
+    "text", ["off", "1e-4", "true", "~", "", "2024-01-01", "- a", "a: b", "'", "x # y", "é", "1."]
+)
 def test_text_survives_a_written_config(text: str) -> None:
     assert read_config.parse_value(read_config.dump({"key": text})) == {"key": text}
 
@@ -64,11 +82,23 @@ def test_shipped_configs_parse(path: Path) -> None:
 
 
 def test_resolved_config_reads_back_equal(folder: Path) -> None:
-    config = load_config(["config=minimal.yaml", "optim.lr=1e-5", "name='1e5'", "quant.ignore=[lm_head, 're:.*gate$']"])
+    config = load_config(
+        [
+            "config=minimal.yaml",
+            "optim.lr=1e-5",
+            "name='1e5'",
+            "quant.ignore=[lm_head, 're:.*gate$']",
+        ]
+    )
     write_resolved(config, folder / "new" / "config.yaml")
     assert load_config(["config=new/config.yaml"]) == config
     written = yaml.safe_load((folder / "new" / "config.yaml").read_text())
-    leaves = {f"{section}.{key}" for section, keys in written.items() if isinstance(keys, dict) for key in keys}
+    leaves = {
+        f"{section}.{key}"
+        for section, keys in written.items()
+        if isinstance(keys, dict)
+        for key in keys
+    }
     assert {*written, *leaves} == set(describe_keys())
 
 

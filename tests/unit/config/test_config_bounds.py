@@ -47,10 +47,20 @@ def test_nonsense_is_questioned_by_a_run_a_dry_run_and_the_doctor(
         ("rollout_correction.bypass_mode", ["rollout_correction.bypass_mode=true"]),
         (None, ["actor.old_log_probs=rollout", "quant.align=model"]),
         (None, ["actor.old_log_probs=rollout", "quant.scheme=w8a8"]),
-        (None, ["actor.old_log_probs=rollout", "actor.loss=reinforce", "actor.ppo_mini_batch_size=4"]),
+        (
+            None,
+            ["actor.old_log_probs=rollout", "actor.loss=reinforce", "actor.ppo_mini_batch_size=4"],
+        ),
     ],
 )
-def test_a_ratio_that_contains_the_mismatch_is_questioned(key: str | None, extra: list[str]) -> None:
-    keys = dict(pair.split("=") for pair in ["actor.loss=grpo", "quant.align=off", "data.train_batch_size=4", *extra])
-    findings = unusual_values(load_config(["config=run.yaml", *(f"{name}={value}" for name, value in keys.items())]))
+def test_a_ratio_that_contains_the_mismatch_is_questioned(
+    key: str | None, extra: list[str]
+) -> None:
+    keys = dict(
+        pair.split("=")
+        for pair in ["actor.loss=grpo", "quant.align=off", "data.train_batch_size=4", *extra]
+    )
+    findings = unusual_values(
+        load_config(["config=run.yaml", *(f"{name}={value}" for name, value in keys.items())])
+    )
     assert [unusual.where for unusual in findings] == ([] if key is None else [key])

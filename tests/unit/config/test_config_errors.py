@@ -69,7 +69,9 @@ def test_duplicate_keys_in_the_file(folder: Path) -> None:
     assert file_problem(MINIMAL + "rollout:\n  n: 2\n").key == "rollout"
 
 
-@pytest.mark.parametrize("line", ["seed: !!python/object/apply:os.getcwd []", "? [a]\n: 1", "seed: 1\n---\nseed: 2"])
+@pytest.mark.parametrize(
+    "line", ["seed: !!python/object/apply:os.getcwd []", "? [a]\n: 1", "seed: 1\n---\nseed: 2"]
+)
 def test_yaml_beyond_plain_data_is_refused(folder: Path, line: str) -> None:
     assert "broken.yaml:" in file_problem(MINIMAL + line).key
 
@@ -93,7 +95,9 @@ def test_unknown_key_names_the_nearest(folder: Path, override: str, guess: str) 
 def test_missing_keys_are_named_one_by_one(folder: Path) -> None:
     Path("short.yaml").write_text("name: x\ndata:\n  train_files: []\n")
     keys = [problem.key for problem in problems_of("config=short.yaml")]
-    assert {"model.path", "rollout.n", "data.train_files", "trainer.total_training_steps"} < set(keys)
+    assert {"model.path", "rollout.n", "data.train_files", "trainer.total_training_steps"} < set(
+        keys
+    )
 
 
 @pytest.mark.parametrize(

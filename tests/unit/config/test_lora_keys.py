@@ -42,7 +42,9 @@ def test_dropout_has_pefts_name_too(folder: Path) -> None:
         (["lora.target_modules=[embed_tokens]"], "lora.target_modules", "embed_tokens"),
     ],
 )
-def test_what_adapters_do_not_go_with(folder: Path, overrides: list[str], key: str, words: str) -> None:
+def test_what_adapters_do_not_go_with(
+    folder: Path, overrides: list[str], key: str, words: str
+) -> None:
     problem = override_problem(R8, *overrides)
     assert problem.key == key and words in problem.reason
 
@@ -67,8 +69,12 @@ def test_the_factor_is_alpha_over_r(r: int, alpha: int | None, factor: float) ->
     assert LoraConfig(r=r, alpha=alpha).factor == factor
 
 
-@pytest.mark.parametrize(("rank", "advice"), [(24, "use 32"), (1000, "use 512"), (2, "use 8"), (65, "use 128")])
-def test_a_rank_that_vllm_lacks_is_answered_with_the_next(folder: Path, rank: int, advice: str) -> None:
+@pytest.mark.parametrize(
+    ("rank", "advice"), [(24, "use 32"), (1000, "use 512"), (2, "use 8"), (65, "use 128")]
+)
+def test_a_rank_that_vllm_lacks_is_answered_with_the_next(
+    folder: Path, rank: int, advice: str
+) -> None:
     problem = override_problem(f"lora.r={rank}")
     assert advice in problem.fix
     assert "1, 8, 16, 32" in problem.reason

@@ -29,7 +29,8 @@ def test_each_row_names_a_key_that_exists_and_says_a_sentence() -> None:
 def test_their_keys_are_answered_with_ours(folder: Path) -> None:
     """All at once, as in a file that was written for another library."""
     told = {
-        problem.key: problem.fix for problem in problems_of("config=minimal.yaml", *(f"{key}=1" for key, _, _ in ROWS))
+        problem.key: problem.fix
+        for problem in problems_of("config=minimal.yaml", *(f"{key}=1" for key, _, _ in ROWS))
     }
     assert told == {key: f"did you mean {ours}? {sentence}" for key, ours, sentence in ROWS}
 
@@ -57,7 +58,14 @@ def test_each_key_of_an_unknown_section_is_a_problem_with_its_line(folder: Path)
 
 
 @pytest.mark.parametrize(
-    "key", ["data.image_key", "trainer.balance_batch", "actor.entropy_coeff", "critic.ppo_epoch_count", "zero_stage"]
+    "key",
+    [
+        "data.image_key",
+        "trainer.balance_batch",
+        "actor.entropy_coeff",
+        "critic.ppo_epoch_count",
+        "zero_stage",
+    ],
 )
 def test_a_key_like_no_other_has_no_guess(folder: Path, key: str) -> None:
     problem = override_problem(f"{key}=1")

@@ -53,8 +53,15 @@ TABLE = [
     Row("rollout.n", 8, "rollout.n", f"{ROLLOUT}.n"),
     Row("rollout.temperature", 1.0, "rollout.temperature", f"{ROLLOUT}.temperature"),
     Row("rollout.top_p", 1.0, "rollout.top_p", f"{ROLLOUT}.top_p"),
-    Row("val_kwargs.temperature", 0.6, "rollout.val_temperature", f"{ROLLOUT}.val_kwargs.temperature"),
-    Row("actor.ppo_mini_batch_size", 64, "actor.ppo_mini_batch_size", f"{ACTOR}.ppo_mini_batch_size"),
+    Row(
+        "val_kwargs.temperature",
+        0.6,
+        "rollout.val_temperature",
+        f"{ROLLOUT}.val_kwargs.temperature",
+    ),
+    Row(
+        "actor.ppo_mini_batch_size", 64, "actor.ppo_mini_batch_size", f"{ACTOR}.ppo_mini_batch_size"
+    ),
     Row(
         "actor.ppo_max_token_len_per_gpu",
         22528,
@@ -77,7 +84,10 @@ TABLE = [
     ),
 ]
 MATH = {"data.max_prompt_length": 1024, "data.max_response_length": 3072}
-DEVIATIONS: dict[str, dict[str, Any]] = {"qwen2_5_math_1_5b_w4a16": MATH, "qwen2_5_math_7b_w4a16": MATH}
+DEVIATIONS: dict[str, dict[str, Any]] = {
+    "qwen2_5_math_1_5b_w4a16": MATH,
+    "qwen2_5_math_7b_w4a16": MATH,
+}
 
 
 def path_of(name: str) -> Path:
@@ -101,7 +111,9 @@ def value_of(config: Config, row: Row) -> Any:
 
 def test_every_line_of_the_papers_table(config: Config) -> None:
     for row in TABLE:
-        assert value_of(config, row) == DEVIATIONS.get(config.name, {}).get(row.ours or "", row.value), row.paper
+        assert value_of(config, row) == DEVIATIONS.get(config.name, {}).get(
+            row.ours or "", row.value
+        ), row.paper
 
 
 def test_verl_gets_the_same_values(config: Config) -> None:
@@ -119,9 +131,13 @@ def test_the_page_shows_the_same_table() -> None:
     configs = {name: load_config([f"config={path_of(name)}"]) for name in MODELS}
     expected = []
     for row in TABLE:
-        if row.ours == "optim.lr":  # the paper names one rate, with Muon; ours has two, and both stand on the page
+        if (
+            row.ours == "optim.lr"
+        ):  # the paper names one rate, with Muon; ours has two, and both stand on the page
             muon = [cell(row, config.optim.muon_lr) for config in configs.values()]
-            expected.append(["`optim.lr`: Muon's rate, `optim.muon_lr` in QaRL", shown(row.value), *muon])
+            expected.append(
+                ["`optim.lr`: Muon's rate, `optim.muon_lr` in QaRL", shown(row.value), *muon]
+            )
             others = [shown(config.optim.lr) for config in configs.values()]
             expected.append(["`optim.lr`: the rate of the other parameters", "not given", *others])
             continue
@@ -171,7 +187,9 @@ def test_the_page_shows_the_plan(config: Config) -> None:
     rows = page_table("term, per GPU")
     memory = plan(config)
     shown = {row[0]: row[column] for row in rows if row[column]}
-    parts = {part.name: f"{part.bytes / GIB:.1f}" for part in memory.parts if "update" in part.phases}
+    parts = {
+        part.name: f"{part.bytes / GIB:.1f}" for part in memory.parts if "update" in part.phases
+    }
     assert shown == parts | {"together": f"{memory.total('update') / GIB:.1f}"}
 
 

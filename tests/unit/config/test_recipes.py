@@ -33,16 +33,25 @@ def peak_gib(config: Config, model: str, gib: float) -> float:
     folder = ROOT / "qarl/bench/models" / model
     size = ModelSize.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     # FSDP2 gathers what Marlin reads, layer by layer; the local trainer has a copy of every layer that it trains.
-    kernels = dict.fromkeys(size.linears().values(), "vllm_marlin" if config.backend == "local" else "triton")
+    kernels = dict.fromkeys(
+        size.linears().values(), "vllm_marlin" if config.backend == "local" else "triton"
+    )
     plan = estimate(
-        size, config, device="cuda", gpu_memory_bytes=int(gib * GIB), align=config.quant.align, kernels=kernels
+        size,
+        config,
+        device="cuda",
+        gpu_memory_bytes=int(gib * GIB),
+        align=config.quant.align,
+        kernels=kernels,
     )
     return plan.peak[1] / GIB
 
 
 @pytest.mark.verl
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row[1:5]))
-def test_the_dry_run_of_every_row(row: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dry_run_of_every_row(
+    row: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = load_config(words(row))
     assert (config.quant.scheme, config.quant.align) == tuple(row[3:5])
     correction = " + TIS" if config.rollout_correction.rollout_is == "token" else ""
@@ -62,7 +71,10 @@ def test_the_plan_fits_and_no_score_is_claimed(row: list[str]) -> None:
 
 
 def test_the_small_recipe_fits_16_gb_as_the_page_says() -> None:
-    gib, line = 15.6, next(line for line in PAGE.splitlines() if line.startswith("of 16 GB add "))  # as drivers report
+    gib, line = (
+        15.6,
+        next(line for line in PAGE.splitlines() if line.startswith("of 16 GB add ")),
+    )  # as drivers report
     config = load_config(["config=qwen2_5_0_5b_gsm8k_w4a16.yaml", *line.split("`")[1].split()])
     assert peak_gib(config, "Qwen2.5-0.5B", gib) < TIGHT * gib
 
@@ -73,11 +85,19 @@ def test_runs_have_names_of_their_own() -> None:
 
 
 def test_cpu_rows_are_those_of_the_results() -> None:
-    saved = json.loads((ROOT / "benchmarks/results/ablate_schemes_cpu.json").read_text(encoding="utf-8"))
+    saved = json.loads(
+        (ROOT / "benchmarks/results/ablate_schemes_cpu.json").read_text(encoding="utf-8")
+    )
     arms = {frozenset(settings.items()): name for name, settings in saved["arms"].items()}
     for row in ROWS[: len(ROWS) - len(ON_GPU)]:
-        wanted = {"quant.align": row[4], "actor.loss": row[2]} | ({"quant.scheme": "bf16"} if row[3] == "bf16" else {})
+        wanted = {"quant.align": row[4], "actor.loss": row[2]} | (
+            {"quant.scheme": "bf16"} if row[3] == "bf16" else {}
+        )
         arm = arms[frozenset(wanted.items())]
         scores = [100 * run["accuracy_after"] for run in saved["runs"] if run["arm"] == arm]
-        assert row[6] == f"{max(run['abs_max'] for run in saved['runs'] if run['arm'] == arm):.2g}".replace("e-0", "e-")
+        assert row[
+            6
+        ] == f"{max(run['abs_max'] for run in saved['runs'] if run['arm'] == arm):.2g}".replace(
+            "e-0", "e-"
+        )
         assert row[5] == f"{mean(scores):.1f}% ± {stdev(scores):.1f}%"

@@ -13,7 +13,13 @@ from qarl.config.unused_keys import notes
 
 @pytest.mark.parametrize("backend", ["local", "verl"])
 @pytest.mark.parametrize(
-    "override", ["rollout.top_k=1", "rollout.top_p=1e-4", "rollout.temperature=0.01", "rollout.temperature=0.04"]
+    "override",
+    [
+        "rollout.top_k=1",
+        "rollout.top_p=1e-4",
+        "rollout.temperature=0.01",
+        "rollout.temperature=0.04",
+    ],
 )
 def test_sampling_that_leaves_one_token(folder: Path, override: str, backend: str) -> None:
     problem = override_problem(override, f"backend={backend}")
@@ -21,7 +27,9 @@ def test_sampling_that_leaves_one_token(folder: Path, override: str, backend: st
     assert "all responses to a prompt would be the same" in problem.reason
 
 
-@pytest.mark.parametrize("override", ["rollout.top_k=2", "rollout.top_p=0.01", "rollout.temperature=0.05"])
+@pytest.mark.parametrize(
+    "override", ["rollout.top_k=2", "rollout.top_p=0.01", "rollout.temperature=0.05"]
+)
 def test_sampling_that_leaves_a_choice(folder: Path, override: str) -> None:
     assert load_config(["config=minimal.yaml", override])
 
@@ -35,14 +43,19 @@ def test_a_warmup_that_never_ends(folder: Path, warmup: int, steps: int) -> None
 
 
 def test_a_warmup_that_ends_in_the_last_step(folder: Path) -> None:
-    assert load_config(["config=minimal.yaml", "optim.lr_warmup_steps=4"]).optim.lr_warmup_steps == 4
+    assert (
+        load_config(["config=minimal.yaml", "optim.lr_warmup_steps=4"]).optim.lr_warmup_steps == 4
+    )
 
 
 def test_a_files_warmup_is_dropped_if_the_command_line_shortens_the_run(folder: Path) -> None:
     Path("long.yaml").write_text(MINIMAL + "optim: {lr_warmup_steps: 4}\n")
     short = load_config(["config=long.yaml", "trainer.total_training_steps=2"])
     assert short.optim.lr_warmup_steps == 0
-    assert load_config(["config=long.yaml", "trainer.total_training_steps=9"]).optim.lr_warmup_steps == 4
+    assert (
+        load_config(["config=long.yaml", "trainer.total_training_steps=9"]).optim.lr_warmup_steps
+        == 4
+    )
 
 
 def test_a_key_of_the_paper_that_has_no_effect_gets_a_note(folder: Path) -> None:

@@ -32,7 +32,9 @@ def commands() -> list[list[str]]:
     return [line.split()[1:] for line in PAGE.splitlines() if line.startswith("qarl ")]
 
 
-def test_the_page_from_the_task_to_a_run_that_may_start(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_from_the_task_to_a_run_that_may_start(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     warm_start, train, evaluate, *others, report = commands()
     assert main([*warm_start, *SMALL]) == 0
     assert "now: qarl train config=sort_digits.yaml" in capsys.readouterr().out
@@ -40,15 +42,23 @@ def test_the_page_from_the_task_to_a_run_that_may_start(folder: Path, capsys: py
     config = load_config(train[1:])
     assert report[1:3] == [str(load_config(command[1:]).run_dir) for command in others]
     assert evaluate[1] == str(config.run_dir) and evaluate[2] == "against=bf16"
-    assert config.trainer.save_freq == config.trainer.total_training_steps, "or there is no BF16 to compare with"
+    assert config.trainer.save_freq == config.trainer.total_training_steps, (
+        "or there is no BF16 to compare with"
+    )
     problem, answer = "9081726354", "0123456789"
     reward = get_reward_fn(config.reward.function)
-    assert [reward("", text, answer) for text in (answer, problem, "")] == [1.0, pytest.approx(0.1), 0.0]
+    assert [reward("", text, answer) for text in (answer, problem, "")] == [
+        1.0,
+        pytest.approx(0.1),
+        0.0,
+    ]
     assert len(f"sort {problem}") + 2 <= config.data.max_prompt_length
     assert len(answer) + 1 <= config.data.max_response_length
 
 
-def test_a_file_whose_name_cannot_name_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_whose_name_cannot_name_a_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "sort_digits.py").rename(folder / "sort digits.py")
     assert main(["warm-start", "sort digits.py", *SMALL]) == 2
     assert "rename the file" in capsys.readouterr().err
@@ -62,8 +72,13 @@ def test_an_answer_that_is_a_number(folder: Path, capsys: pytest.CaptureFixture[
     assert "let prompt and answer return text" in capsys.readouterr().err
 
 
-def test_a_second_call_makes_nothing_and_leaves_the_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command, weights = ["warm-start", "sort_digits.py", *SMALL], folder / "models/tiny-sort_digits/model.safetensors"
+def test_a_second_call_makes_nothing_and_leaves_the_config(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, weights = (
+        ["warm-start", "sort_digits.py", *SMALL],
+        folder / "models/tiny-sort_digits/model.safetensors",
+    )
     assert main(command) == 0
     inode = weights.stat().st_ino
     values = yaml.safe_load((folder / "sort_digits.yaml").read_text()) | {"seed": 5}
@@ -80,14 +95,19 @@ def test_a_second_call_makes_nothing_and_leaves_the_config(folder: Path, capsys:
 WRONG = {
     "def answer": ("def reply", "the task has no function answer"),
     'return "".join(rng.choices': ("return list(rng.choices", "fails on its first problem"),
-    "right = sum": ("int(solution_str)\n    right = sum", "also score an empty or a garbled response"),
+    "right = sum": (
+        "int(solution_str)\n    right = sum",
+        "also score an empty or a garbled response",
+    ),
     "right / max(": ("0 * right / max(", "the task's own answer earns nothing"),
     "k=10": ("k=1", "too few different problems"),
 }
 
 
 @pytest.mark.parametrize("old", WRONG)
-def test_a_wrong_task_is_refused(old: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_task_is_refused(
+    old: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     new, message = WRONG[old]
     file = folder / "sort_digits.py"
     file.write_text(file.read_text().replace(old, new))

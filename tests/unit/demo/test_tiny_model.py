@@ -52,14 +52,22 @@ def test_a_mixture_of_experts_for_the_same_task(
     run(tmp_path / "moe", data, experts=8)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     config, tokenizer = model.config, AutoTokenizer.from_pretrained(tmp_path / "moe")
-    assert (config.model_type, config.num_experts, config.num_experts_per_tok) == ("qwen3_moe", 8, 2)
+    assert (config.model_type, config.num_experts, config.num_experts_per_tok) == (
+        "qwen3_moe",
+        8,
+        2,
+    )
     assert config.vocab_size == len(tokenizer)
     stacks = [p for p in model.parameters() if p.ndim == 3]
-    assert len(stacks) == 2 * config.num_hidden_layers and all(size % 32 == 0 for p in stacks for size in p.shape[1:])
+    assert len(stacks) == 2 * config.num_hidden_layers and all(
+        size % 32 == 0 for p in stacks for size in p.shape[1:]
+    )
     torch.manual_seed(0)
     fresh = tiny_model.make_model(tiny_model.make_tokenizer(), 8).bfloat16()
     pairs = zip(model.named_parameters(), fresh.parameters(), strict=True)
-    assert not [name for (name, p), before in pairs if p.ndim >= 2 and torch.equal(p, before)], "all are trained"
+    assert not [name for (name, p), before in pairs if p.ndim >= 2 and torch.equal(p, before)], (
+        "all are trained"
+    )
     run(made[0], data)
     assert "up to date" in capsys.readouterr().out, "the data are the dense model's, too"
 
@@ -71,10 +79,19 @@ def test_the_tokenizer_reads_any_text_and_renders_chats(made: tuple[Path, Path])
         assert len(ids) == len(text.encode())
         assert tokenizer.decode(ids) == text
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+2"}]
-    special = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("system", "user", "assistant")}
+    special = {
+        name: tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+        for name in ("system", "user", "assistant")
+    }
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     plain = {text: tokenizer(text)["input_ids"] for text in ("s", "1+2")}
-    expected = [special["system"], *plain["s"], special["user"], *plain["1+2"], special["assistant"]]
+    expected = [
+        special["system"],
+        *plain["s"],
+        special["user"],
+        *plain["1+2"],
+        special["assistant"],
+    ]
     assert ids == expected
 
 
@@ -101,7 +118,9 @@ def test_labels_cover_the_response() -> None:
         answer = labels[i][labels[i] != make.IGNORE_INDEX]
         assert tokenizer.decode(answer) == task.response_text(pair) + tokenizer.eos_token
         asked = [{"role": "user", "content": task.prompt_text(pair)}]
-        prompt_length = len(tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False))
+        prompt_length = len(
+            tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        )
         assert (labels[i, : prompt_length - 1] == make.IGNORE_INDEX).all()
         assert labels[i, prompt_length - 1] == answer[0] == tokens[i, prompt_length]
 
@@ -109,7 +128,10 @@ def test_labels_cover_the_response() -> None:
 def test_a_second_run_does_nothing_and_other_settings_do(
     made: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output, data = shutil.copytree(made[0], tmp_path / "model"), shutil.copytree(made[1], tmp_path / "data")
+    output, data = (
+        shutil.copytree(made[0], tmp_path / "model"),
+        shutil.copytree(made[1], tmp_path / "data"),
+    )
     weights, before = output / "model.safetensors", (output / "model.safetensors").read_bytes()
     inode = weights.stat().st_ino
     run(output, data)

@@ -60,6 +60,12 @@ def test_the_config_fits_the_task(name: str, monkeypatch: pytest.MonkeyPatch) ->
     ]
     assert get_reward_fn(config.reward.function).__name__ == task.reward.__name__
     problems = task.draw(200, random.Random(1), set())
-    assert max(len(task.prompt_text(problem)) + 3 for problem in problems) <= config.data.max_prompt_length
-    assert max(len(task.response_text(problem)) + 1 for problem in problems) <= config.data.max_response_length
+    assert (
+        max(len(task.prompt_text(problem)) + 3 for problem in problems)
+        <= config.data.max_prompt_length
+    )
+    assert (
+        max(len(task.response_text(problem)) + 1 for problem in problems)
+        <= config.data.max_response_length
+    )
     assert config.data.max_prompt_length + config.data.max_response_length <= 256

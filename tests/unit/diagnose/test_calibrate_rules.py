@@ -41,7 +41,9 @@ def batch(*ratios: list[float]) -> Any:
 
 def own(*ratios: list[float]) -> torch.Tensor:
     width = max(map(len, ratios))
-    return torch.tensor([[math.log(r) - 3 for r in row] + [math.nan] * (width - len(row)) for row in ratios])
+    return torch.tensor(
+        [[math.log(r) - 3 for r in row] + [math.nan] * (width - len(row)) for row in ratios]
+    )
 
 
 RATIOS = ([2.0, 0.5, 4.0], [0.5], [])
@@ -74,8 +76,14 @@ def test_statistics_by_hand(rule):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_keys_are_the_configs_and_what_it_refuses_is_said(rule, loss):
     keys = dict(rule.keys) | {rule.key: 1.5}
-    correction = {key.partition(".")[2]: value for key, value in keys.items() if key.startswith("rollout_correction.")}
-    actor = {key.partition(".")[2]: value for key, value in keys.items() if key.startswith("actor.")}
+    correction = {
+        key.partition(".")[2]: value
+        for key, value in keys.items()
+        if key.startswith("rollout_correction.")
+    }
+    actor = {
+        key.partition(".")[2]: value for key, value in keys.items() if key.startswith("actor.")
+    }
     assert len(correction) + len(actor) == len(keys)
     if rule.refused_with(loss):
         with pytest.raises(ConfigError):
@@ -95,10 +103,18 @@ def test_a_row_has_the_threshold_and_what_the_papers_loses():
     row = threshold_row(rule, sample, one_per_prompt(np.ones(200)), run_config("grpo", {}), 0.05)
     is_ = "rollout_correction.rollout_is"
     assert row["keys"] == {is_: "sequence", f"{is_}_threshold": 2.9}
-    assert (row["loses"], row["reference_loses"], row["refused_with_this_loss"]) == (0.05, 0.0, False)
+    assert (row["loses"], row["reference_loses"], row["refused_with_this_loss"]) == (
+        0.05,
+        0.0,
+        False,
+    )
     token = next(rule for rule in RULES if rule.name == "weight, token")
     row = threshold_row(token, sample, sample, run_config("tbpo", {}), 0.05)
-    assert row["paper"]["value"] == 2.0 and row["paper"]["loses"] == 0.5 and row["refused_with_this_loss"]
+    assert (
+        row["paper"]["value"] == 2.0
+        and row["paper"]["loses"] == 0.5
+        and row["refused_with_this_loss"]
+    )
 
 
 def test_a_threshold_that_the_config_cannot_have_is_not_proposed():
@@ -112,7 +128,12 @@ def test_a_threshold_that_the_config_cannot_have_is_not_proposed():
 
 def update(deviation: torch.Tensor, advantage: float, length: int = 1) -> Update:
     count = len(deviation)
-    return Update(deviation, torch.full((count,), advantage), torch.full((count,), length), torch.arange(count))
+    return Update(
+        deviation,
+        torch.full((count,), advantage),
+        torch.full((count,), length),
+        torch.arange(count),
+    )
 
 
 def test_bands_leave_the_share_outside():
@@ -124,10 +145,18 @@ def test_bands_leave_the_share_outside():
     ]
     actor = run_config("tbpo", {}).actor
     rows = {row["name"].split()[-1]: row for row in band_rows(updates, actor, 0.1)}
-    assert list(rows) == ["seq_clip_ratio_high", "neg_seq_clip_ratio_low", "neg_seq_clip_ratio_high"]
+    assert list(rows) == [
+        "seq_clip_ratio_high",
+        "neg_seq_clip_ratio_low",
+        "neg_seq_clip_ratio_high",
+    ]
     values = {name: row["keys"][f"actor.{name}"] for name, row in rows.items()}
     assert values == pytest.approx(
-        {"seq_clip_ratio_high": 0.18, "neg_seq_clip_ratio_low": 0.09, "neg_seq_clip_ratio_high": 0.09}
+        {
+            "seq_clip_ratio_high": 0.18,
+            "neg_seq_clip_ratio_low": 0.09,
+            "neg_seq_clip_ratio_high": 0.09,
+        }
     )
     assert rows["seq_clip_ratio_high"]["loses"] == 0.1
     # Of 200 deviations of 0.001 and more, all are above the paper's 4e-4.
@@ -138,9 +167,16 @@ def test_bands_leave_the_share_outside():
 def test_bands_of_two_sides_and_of_a_length():
     """Deviations of 1 token are quartered for a reference of 16: sqrt(1/16)."""
     updates = [update((torch.arange(1, 202) - 101).double() / 1000, 1.0)]
-    keys: dict[str, Any] = {"positive_band": "two_sided", "band_scaling": "length", "band_reference_length": 16}
+    keys: dict[str, Any] = {
+        "positive_band": "two_sided",
+        "band_scaling": "length",
+        "band_reference_length": 16,
+    }
     rows = band_rows(updates, run_config("tbpo", {}, **keys).actor, 0.1)
-    assert [row["name"].split()[-1] for row in rows[:2]] == ["seq_clip_ratio_high", "seq_clip_ratio_low"]
+    assert [row["name"].split()[-1] for row in rows[:2]] == [
+        "seq_clip_ratio_high",
+        "seq_clip_ratio_low",
+    ]
     for row in rows[:2]:
         (value,) = row["keys"].values()
         assert value == pytest.approx(0.0225) and row["loses"] == pytest.approx(10 / 201)
@@ -157,8 +193,13 @@ def test_equal_prompts_have_one_number():
 
 
 def test_the_command_line():
-    request, rest = calibrate_request(["config=quickstart.yaml", "share=0.1", "quant.align=off", "batches=3"])
-    assert (request.batches, request.share) == (3, 0.1) and rest == ["config=quickstart.yaml", "quant.align=off"]
+    request, rest = calibrate_request(
+        ["config=quickstart.yaml", "share=0.1", "quant.align=off", "batches=3"]
+    )
+    assert (request.batches, request.share) == (3, 0.1) and rest == [
+        "config=quickstart.yaml",
+        "quant.align=off",
+    ]
     assert calibrate_request([])[0].batches == 6
     for word in ("batches=0", "batches=x", "share=0", "share=0.6", "batches="):
         with pytest.raises(UserError, match=r"batches|share|empty"):

@@ -17,7 +17,8 @@ def of_prompts(*values: list[float]) -> Sample:
 
 
 @pytest.mark.parametrize(
-    ("share", "expected"), [(0.1, 9), (0.2, 8), (0.25, 8), (0.299, 8), (0.3, 7), (0.5, 5), (0.05, 10)]
+    ("share", "expected"),
+    [(0.1, 9), (0.2, 8), (0.25, 8), (0.299, 8), (0.3, 7), (0.5, 5), (0.05, 10)],
 )
 def test_a_threshold_is_the_smallest_value_that_loses_no_more_than_the_share(share, expected):
     values = np.array([3.0, 10, 1, 7, 5, 9, 2, 8, 4, 6])
@@ -59,20 +60,26 @@ def test_the_interval_of_a_share_is_that_of_eval(seed):
     rows = (random.random((12, 5)) < random.random((12, 1)) / 2).astype(float)
     share = share_above(of_prompts(*rows.tolist()), 0.5)
     expected = interval(rows.mean(1).tolist())
-    assert (share.share, share.low, share.high) == pytest.approx((expected.mean, expected.low, expected.high))
+    assert (share.share, share.low, share.high) == pytest.approx(
+        (expected.mean, expected.low, expected.high)
+    )
 
 
 def test_the_interval_of_no_loss_is_not_empty():
     """Wilson's upper limit for 0 of 10 prompts: Z^2 / (10 + Z^2) = 3.8415 / 13.8415."""
     share = share_above(of_prompts(*[[0.0, 0.0]] * 10), 1.0)
-    assert (share.share, share.low) == (0.0, 0.0) and share.high == pytest.approx(0.277533, rel=1e-5)
+    assert (share.share, share.low) == (0.0, 0.0) and share.high == pytest.approx(
+        0.277533, rel=1e-5
+    )
     everything = share_above(of_prompts(*[[2.0, 2.0]] * 10), 1.0)
     assert everything.high == 1.0 and everything.low == pytest.approx(1 - 0.277533, rel=1e-5)
 
 
 def test_responses_to_a_prompt_that_are_alike_widen_the_interval():
     alike = share_above(of_prompts(*([[1.0] * 8] * 5 + [[0.0] * 8] * 15)), 0.5)
-    mixed = share_above(of_prompts(*[[1.0] * hits + [0.0] * (8 - hits) for hits in (1, 2, 3, 2)] * 5), 0.5)
+    mixed = share_above(
+        of_prompts(*[[1.0] * hits + [0.0] * (8 - hits) for hits in (1, 2, 3, 2)] * 5), 0.5
+    )
     assert alike.share == mixed.share == 0.25
     assert alike.high - alike.low > 2 * (mixed.high - mixed.low)
 
@@ -85,7 +92,12 @@ def test_a_proposal_counts_what_it_loses_and_holds_on_other_prompts():
     rows = [[float(i // 2 + 1 + (100 if i % 2 else 0))] for i in range(40)]
     proposal = propose(of_prompts(*rows), 0.25)
     assert not isinstance(proposal, str)
-    assert (proposal.value, proposal.loses, proposal.above, proposal.prompts_above) == (110, 0.25, 10, 10)
+    assert (proposal.value, proposal.loses, proposal.above, proposal.prompts_above) == (
+        110,
+        0.25,
+        10,
+        10,
+    )
     assert proposal.on_other_prompts == 0.5
     assert proposal.low <= 110 <= proposal.high
 
@@ -100,7 +112,11 @@ def test_a_proposal_counts_what_it_loses_and_holds_on_other_prompts():
             0.1,
             "only 9 of 90 samples, of 9 prompts, are above 80: raise",
         ),
-        (of_prompts(*[list(np.arange(i, i + 1, 0.02)) for i in range(10)]), 0.1, "samples, of 1 prompts"),
+        (
+            of_prompts(*[list(np.arange(i, i + 1, 0.02)) for i in range(10)]),
+            0.1,
+            "samples, of 1 prompts",
+        ),
     ],
 )
 def test_too_few_samples_give_no_threshold(sample, share, why):
@@ -135,7 +151,9 @@ def test_a_bootstrap_weights_prompts_and_not_samples(monkeypatch):
     seen: list[list[float]] = []
     monkeypatch.setattr(thresholds, "DRAWS", 3)
     monkeypatch.setattr(thresholds.np.random, "default_rng", lambda seed: Draws())
-    monkeypatch.setattr(thresholds.np, "quantile", lambda values, at: seen.append(values) or (0.0, 0.0))
+    monkeypatch.setattr(
+        thresholds.np, "quantile", lambda values, at: seen.append(values) or (0.0, 0.0)
+    )
     thresholds._interval(of_prompts([1.0, 1.0, 1.0], [2.0]), 0.3, 0)
     # (0, 0): six times 1. (0, 1): one of four is above 1, no more than 30%. (1, 1): twice 2.
     assert seen == [[1.0, 1.0, 2.0]]

@@ -42,17 +42,23 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return slept
 
 
-def test_whether_the_hub_can_be_reached(monkeypatch: pytest.MonkeyPatch, endpoint: Callable[[str], None]) -> None:
+def test_whether_the_hub_can_be_reached(
+    monkeypatch: pytest.MonkeyPatch, endpoint: Callable[[str], None]
+) -> None:
     from huggingface_hub import constants
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setattr(hub, "SECONDS", 0.3)
         start = time.perf_counter()
-        assert hub.why_unreachable() and hub.loading_options("Qwen/Qwen3-8B") == {"local_files_only": True}
+        assert hub.why_unreachable() and hub.loading_options("Qwen/Qwen3-8B") == {
+            "local_files_only": True
+        }
         assert time.perf_counter() - start < 9  # huggingface_hub's own limit is 10 s
     hub.why_unreachable.cache_clear()
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # answers 501, and that is an answer
+    with HTTPServer(
+        ("127.0.0.1", 0), BaseHTTPRequestHandler
+    ) as server:  # answers 501, and that is an answer
         threading.Thread(target=server.handle_request, daemon=True).start()
         endpoint(f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setattr(hub, "SECONDS", 60.0)
@@ -66,7 +72,9 @@ def test_whether_the_hub_can_be_reached(monkeypatch: pytest.MonkeyPatch, endpoin
 PAPERS = ("qwen2_5_math_1_5b_w4a16", "qwen2_5_math_7b_w4a16", "qwen3_8b_w4a16", "qwen3_30b_w4a16")
 
 
-@pytest.mark.parametrize(("device", "config"), [("", PAPERS[0]), *(("h100", paper) for paper in PAPERS)])
+@pytest.mark.parametrize(
+    ("device", "config"), [("", PAPERS[0]), *(("h100", paper) for paper in PAPERS)]
+)
 def test_shipped_configs_are_examined_without_a_network(
     pauses: list[float], endpoint: Callable[[str], None], config: str, device: str
 ) -> None:
@@ -74,12 +82,20 @@ def test_shipped_configs_are_examined_without_a_network(
     elsewhere = [f"doctor.device={device}"] if device else []
     _, findings = examine(*elsewhere, config=f"{config}.yaml")
     assert pauses == []
-    (why,) = [f for f in findings if "is not on this machine and cannot be" in f["what"] and f["topic"] == "model"][:1]
+    (why,) = [
+        f
+        for f in findings
+        if "is not on this machine and cannot be" in f["what"] and f["topic"] == "model"
+    ][:1]
     assert why["status"] == ("note" if device else "error") and "ConnectError" in why["why"]
     assert any("own copy of the config of" in what for what in said(findings, "warning", "model"))
     for topic in ("layer sizes", "kernels", "published tensors", "ignore list"):
         assert said(findings, "ok", topic) or said(findings, "warning", topic), topic
-    assert not [f for f in findings if f["what"].startswith("not checked") and f["topic"] in ("memory", "layer sizes")]
+    assert not [
+        f
+        for f in findings
+        if f["what"].startswith("not checked") and f["topic"] in ("memory", "layer sizes")
+    ]
     memory = [f["what"] for f in findings if f["topic"] == "memory"]
     assert any("needed at the peak" in what for what in memory)
     assert any("of full length" in what or "too small for one sequence" in what for what in memory)
@@ -91,7 +107,12 @@ def test_every_model_of_a_shipped_config_is_carried() -> None:
     assert len(paths) == 5 and all(hub.carried_config(path) for path in paths)
     assert hub.carried_config("Qwen/../Qwen3-8B") is hub.carried_config("you/Qwen3-8B") is None
     base, instruct = (hub.carried_config(f"Qwen/Qwen3-8B{suffix}") for suffix in ("-Base", ""))
-    assert base and instruct and base[1] != instruct[1] and base[1]["hidden_size"] == instruct[1]["hidden_size"]
+    assert (
+        base
+        and instruct
+        and base[1] != instruct[1]
+        and base[1]["hidden_size"] == instruct[1]["hidden_size"]
+    )
 
 
 def test_a_model_of_nobody_is_refused_at_once(
@@ -100,6 +121,8 @@ def test_a_model_of_nobody_is_refused_at_once(
     endpoint("http://127.0.0.1:1")
     code, findings = examine("model.path=nobody/nothing")
     assert code == 1 and main(["config=run.yaml", "model.path=nobody/nothing"]) == 2
-    refusal = "the model 'nobody/nothing' is not on this machine and cannot be downloaded from the Hub"
+    refusal = (
+        "the model 'nobody/nothing' is not on this machine and cannot be downloaded from the Hub"
+    )
     assert said(findings, "error") == [refusal] and refusal in capsys.readouterr().err
     assert pauses == []

@@ -27,8 +27,12 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(mean: float, response
     rng, covered = random.Random(0), 0
     for _ in range(600):
         hard = [rng.random() < 0.5 for _ in range(80)] if responses > 1 else [False] * 80
-        chances = [mean / 2 if one else mean * 1.5 for one in hard] if responses > 1 else [mean] * 80
-        means = [sum(rng.random() < chance for _ in range(responses)) / responses for chance in chances]
+        chances = (
+            [mean / 2 if one else mean * 1.5 for one in hard] if responses > 1 else [mean] * 80
+        )
+        means = [
+            sum(rng.random() < chance for _ in range(responses)) / responses for chance in chances
+        ]
         found = interval(means)
         assert 0 <= found.low <= found.mean <= found.high <= 1
         covered += found.low <= mean <= found.high
@@ -55,10 +59,15 @@ def test_the_difference_is_taken_prompt_by_prompt() -> None:
 
 
 def test_sets_count_once_in_the_average_and_the_table_says_it_in_percent() -> None:
-    scores = {"run": {"a": {0: 1.0, 1: 0.0}, "b": {2: 1.0}}, "bf16": {"a": {0: 1.0, 1: 1.0}, "b": {2: 1.0}}}
+    scores = {
+        "run": {"a": {0: 1.0, 1: 0.0}, "b": {2: 1.0}},
+        "bf16": {"a": {0: 1.0, 1: 1.0}, "b": {2: 1.0}},
+    }
     found = tabulated(scores)
     assert found["a"]["difference"]["mean"] == -0.5 and found["b"]["prompts"] == 1
-    assert found["average of the sets"]["run"]["mean"] == average({"a": [1, 0], "b": [1]}).mean == 0.75
+    assert (
+        found["average of the sets"]["run"]["mean"] == average({"a": [1, 0], "b": [1]}).mean == 0.75
+    )
     assert found["average of the sets"]["difference"]["mean"] == -0.25
     lines = table(found, {"a": 4, "b": 1}).splitlines()
     assert lines[0] == "| set | prompts | mean@ | run | bf16 | difference |"
@@ -70,9 +79,19 @@ def test_a_run_lends_its_settings_and_arguments_win(tmp_path: Path) -> None:
     config = load_config(["config=quickstart.yaml", f"output_dir={tmp_path}"])
     write_resolved(config, config.run_dir / "config.yaml")
     own = settings_of(EvalRequest(config.run_dir))
-    assert own.files == tuple(config.data.val_files) and own.reward == "arithmetic" and own.max_response_length == 80
-    given = settings_of(EvalRequest(config.run_dir, files="a.jsonl,b.jsonl", temperature=0.6, max_response_length=9))
-    assert (given.files, given.temperature, given.max_response_length) == (("a.jsonl", "b.jsonl"), 0.6, 9)
+    assert (
+        own.files == tuple(config.data.val_files)
+        and own.reward == "arithmetic"
+        and own.max_response_length == 80
+    )
+    given = settings_of(
+        EvalRequest(config.run_dir, files="a.jsonl,b.jsonl", temperature=0.6, max_response_length=9)
+    )
+    assert (given.files, given.temperature, given.max_response_length) == (
+        ("a.jsonl", "b.jsonl"),
+        0.6,
+        9,
+    )
     adapted = load_config(["config=quickstart_lora.yaml", f"output_dir={tmp_path}"])
     write_resolved(adapted, adapted.run_dir / "config.yaml")
     with pytest.raises(UserError, match="not possible for a run with adapters"):
@@ -98,7 +117,9 @@ def test_a_run_lends_its_settings_and_arguments_win(tmp_path: Path) -> None:
 
 def test_the_files_of_prepare_math_eval_say_how_many_responses(tmp_path: Path) -> None:
     """Their column is the one that load_prompts reads."""
-    assert 'SAMPLES_COLUMN = "__rollout_n__"' in (ROOT / "scripts/math_data.py").read_text(encoding="utf-8")
+    assert 'SAMPLES_COLUMN = "__rollout_n__"' in (ROOT / "scripts/math_data.py").read_text(
+        encoding="utf-8"
+    )
     row = {
         "data_source": "aime24",
         "prompt": [{"role": "user", "content": "1+1"}],
@@ -109,7 +130,9 @@ def test_the_files_of_prepare_math_eval_say_how_many_responses(tmp_path: Path) -
     (prompt,) = load_prompts(str(file), tokenizer=make_tokenizer(), max_prompt_length=16)
     assert prompt.samples == 32
     file.write_text(json.dumps(row) + "\n")
-    assert load_prompts(str(file), tokenizer=make_tokenizer(), max_prompt_length=16)[0].samples is None
+    assert (
+        load_prompts(str(file), tokenizer=make_tokenizer(), max_prompt_length=16)[0].samples is None
+    )
     file.write_text(json.dumps(row | {"__rollout_n__": 0}) + "\n")
     with pytest.raises(UserError, match="__rollout_n__"):
         load_prompts(str(file), tokenizer=make_tokenizer(), max_prompt_length=16)
@@ -172,7 +195,9 @@ def test_default_lengths_fit_the_positions(
     assert (settings.max_prompt_length, settings.max_response_length) == lengths
 
 
-@pytest.mark.parametrize("given", [{"max_prompt_length": 2048}, {"max_prompt_length": 1, "max_response_length": 2048}])
+@pytest.mark.parametrize(
+    "given", [{"max_prompt_length": 2048}, {"max_prompt_length": 1, "max_response_length": 2048}]
+)
 def test_lengths_beyond_the_positions_are_refused(tmp_path: Path, given: dict[str, int]) -> None:
     model = model_with(tmp_path / "model", 2048)
     with pytest.raises(UserError, match="the model has 2048 positions"):

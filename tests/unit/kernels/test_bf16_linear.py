@@ -11,12 +11,16 @@ from qarl.kernels.cpu import bf16_linear
 
 SHAPES = [(128, 288), (128, 8), (576, 49), (2048, 16), (576, 1536)]
 """K, N: small, N that is no multiple of a block, and sizes at which oneDNN's sums depend on the number of rows."""
-needs_amx = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX")
+needs_amx = pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX"
+)
 
 
 def operands(k: int, n: int, rows: int = 600) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((rows, k), (n, k), (n,)))
+    x, weight, bias = (
+        torch.randn(shape, generator=generator) for shape in ((rows, k), (n, k), (n,))
+    )
     return x.bfloat16(), (weight / k**0.5).bfloat16(), bias.bfloat16()
 
 
@@ -66,13 +70,17 @@ def test_outputs_and_gradients_are_those_of_float64(shape):
         (exact, *torch.autograd.grad(exact, wide, grad.double())),
         strict=True,
     ):
-        torch.testing.assert_close(ours.double(), theirs, rtol=2**-7, atol=2e-3 * theirs.abs().max().item())
+        torch.testing.assert_close(
+            ours.double(), theirs, rtol=2**-7, atol=2e-3 * theirs.abs().max().item()
+        )
 
 
 @pytest.mark.parametrize("change", ["columns", "dtype"])
 def test_pytorch_multiplies_what_the_operator_cannot(change):
     x, weight, _ = operands(128, 288)
-    x, weight = (x[:, :100], weight[:, :100]) if change == "columns" else (x.float(), weight.float())
+    x, weight = (
+        (x[:, :100], weight[:, :100]) if change == "columns" else (x.float(), weight.float())
+    )
     assert not bf16_linear.serves(weight)
     assert torch.equal(bf16_linear.linear(x, weight), F.linear(x, weight))
 
@@ -88,4 +96,6 @@ def test_the_engine_makes_layers_of_the_registered_classes():
     load_general_plugins()
     for layer in LAYERS:
         chosen = maybe_get_oot_by_class(layer)
-        assert issubclass(chosen, layer) and chosen is not layer and chosen.__name__ == layer.__name__
+        assert (
+            issubclass(chosen, layer) and chosen is not layer and chosen.__name__ == layer.__name__
+        )

@@ -52,7 +52,9 @@ def test_a_token_does_not_depend_on_the_others(scheme: str, shape: ExpertsShape)
     for size in (1, 2, 7, 64):
         for start in range(0, 150 if size > 1 else 30, size):
             rows = slice(start, start + size)
-            part = kernel.forward(x[rows].contiguous(), weights[rows].contiguous(), ids[rows].contiguous(), made)
+            part = kernel.forward(
+                x[rows].contiguous(), weights[rows].contiguous(), ids[rows].contiguous(), made
+            )
             assert torch.equal(part, whole[rows]), (size, start)
     order = torch.randperm(150)
     assert torch.equal(kernel.forward(x[order], weights[order], ids[order], made), whole[order])
@@ -66,11 +68,15 @@ def test_each_expert_is_the_dense_kernel_of_its_scheme(scheme: str) -> None:
 
     x, _, ids, gate_up, down = make(SHAPE._replace(top_k=1), 40)
     stacks = wire(scheme, gate_up, down)
-    y = CpuExperts.forward(x, torch.ones(40, 1), torch.full_like(ids, 3), CpuExperts.prepare(*stacks))
+    y = CpuExperts.forward(
+        x, torch.ones(40, 1), torch.full_like(ids, 3), CpuExperts.prepare(*stacks)
+    )
 
     def dense(rows: torch.Tensor, part: dict[str, torch.Tensor]) -> torch.Tensor:
         tensors = {name: tensor[3] for name, tensor in part.items()}
-        kernel = choose_linear_kernel(scheme, CPU, (tensors["weight_scale"].shape[0], rows.shape[1])).kernel
+        kernel = choose_linear_kernel(
+            scheme, CPU, (tensors["weight_scale"].shape[0], rows.shape[1])
+        ).kernel
         return kernel.linear(rows, kernel.prepare(tensors), None)
 
     assert torch.equal(y, dense(silu_mul(*dense(x, stacks[0]).chunk(2, 1)), stacks[1]))
@@ -83,7 +89,9 @@ def test_the_sum_follows_the_routers_order() -> None:
     swapped = vllm_experts._weighted_sum(rows[:, [0, 2, 1]], weights[:, [0, 2, 1]])
     assert swapped.item() == 2.0**-12
     terms = torch.tensor([[[1.0], [-1.0]]]).bfloat16()
-    assert vllm_experts._weighted_sum(terms, torch.tensor([[1 + 2.0**-20, 1.0]])).item() == 2.0**-20, "terms are FP32"
+    assert (
+        vllm_experts._weighted_sum(terms, torch.tensor([[1 + 2.0**-20, 1.0]])).item() == 2.0**-20
+    ), "terms are FP32"
 
 
 @pytest.mark.parametrize("scheme", ["bf16", *SCHEMES])
@@ -104,7 +112,9 @@ def test_bf16_is_what_vllm_chooses(intermediate: int) -> None:
     """Its class, its instruction set, its padding and its packing."""
     from vllm.model_executor.layers.fused_moe import config
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.oracle.unquantized import select_unquantized_moe_backend
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
+        select_unquantized_moe_backend,
+    )
 
     *_, gate_up, down = make(SHAPE._replace(intermediate=intermediate))
     moe_config = config.FusedMoEConfig(
@@ -126,7 +136,9 @@ def test_bf16_is_what_vllm_chooses(intermediate: int) -> None:
     assert torch.equal(layer.w13_weight, made.gate_up) and torch.equal(layer.w2_weight, made.down)
 
 
-def test_asking_for_operators_leaves_the_environment_of_a_running_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asking_for_operators_leaves_the_environment_of_a_running_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """QaRL's plugin asks in vLLM's workers, whose dense layers the user may have set up otherwise."""
     monkeypatch.delenv("VLLM_CPU_INT4_W4A8", raising=False)
     assert cpu_ops_missing.__wrapped__("cpu_gemm_wna16") is None

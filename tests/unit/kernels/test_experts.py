@@ -41,7 +41,10 @@ def test_the_choice_on_cpu(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(CpuExperts, "unavailable", lambda *arguments: "vllm is not installed")
     choice = choose_experts_kernel(scheme, CPU, SHAPE, group_size=32)
-    assert choice.kernel is ReferenceExperts and len(choice.passed_over) == len(EXPERTS_KERNELS[scheme]) - 1
+    assert (
+        choice.kernel is ReferenceExperts
+        and len(choice.passed_over) == len(EXPERTS_KERNELS[scheme]) - 1
+    )
     with pytest.raises(UserError, match="runs on GPUs"):
         choose_experts_kernel(scheme, CPU, SHAPE, group_size=32, force="triton")
     with pytest.raises(UserError, match="no kernel serves w4a8"):

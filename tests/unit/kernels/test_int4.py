@@ -8,7 +8,13 @@ from cpu_features import needs_w4a16_cpu
 from marlin_reference import random_stack, vllm_layout
 
 from qarl.kernels.cpu.torch_linears import upcast_e4m3
-from qarl.kernels.cpu.vllm_linears import TILES, VllmCpuInt8Linear, VllmCpuWNA16Linear, from_tiles, to_tiles
+from qarl.kernels.cpu.vllm_linears import (
+    TILES,
+    VllmCpuInt8Linear,
+    VllmCpuWNA16Linear,
+    from_tiles,
+    to_tiles,
+)
 from qarl.kernels.int4 import CODES, MARLIN, SCALES, from_marlin, to_marlin
 from qarl.quant import get_scheme, quantize
 
@@ -22,10 +28,16 @@ def weight(rows: int, columns: int) -> torch.Tensor:
 @needs_w4a16_cpu
 def test_int4_from_tiles_is_int4_from_the_wire() -> None:
     tensors = quantize(weight(96, 64), get_scheme("w4a16", 32)).tensors
-    tiles = {"weight_tiles": to_tiles(tensors["weight_packed"]), "weight_scale": tensors["weight_scale"]}
+    tiles = {
+        "weight_tiles": to_tiles(tensors["weight_packed"]),
+        "weight_scale": tensors["weight_scale"],
+    }
     assert torch.equal(from_tiles(tiles["weight_tiles"]), tensors["weight_packed"])
     expected = VllmCpuWNA16Linear.prepare(tensors)
-    for layout in (VllmCpuWNA16Linear.prepare_gathered(tiles), VllmCpuWNA16Linear.prepare_gathered(tensors)):
+    for layout in (
+        VllmCpuWNA16Linear.prepare_gathered(tiles),
+        VllmCpuWNA16Linear.prepare_gathered(tensors),
+    ):
         assert all(torch.equal(a, b) for a, b in zip(layout, expected, strict=True))
 
 
@@ -37,7 +49,9 @@ def test_int8_without_a_handler_has_the_same_bits(rows: int, bias: bool) -> None
     tensors = quantize(weight(160, 96), get_scheme("w8a8")).tensors
     x, added = weight(rows, 96), weight(1, 160)[0] if bias else None
     expected = VllmCpuInt8Linear.linear(x, VllmCpuInt8Linear.prepare(tensors), added)
-    assert torch.equal(VllmCpuInt8Linear.linear(x, VllmCpuInt8Linear.prepare_gathered(tensors), added), expected)
+    assert torch.equal(
+        VllmCpuInt8Linear.linear(x, VllmCpuInt8Linear.prepare_gathered(tensors), added), expected
+    )
 
 
 def test_e4m3_is_upcast_exactly() -> None:
@@ -47,7 +61,13 @@ def test_e4m3_is_upcast_exactly() -> None:
     assert torch.equal(upcast_e4m3(codes).view(torch.int32), codes.float().view(torch.int32))
 
 
-MARLIN_CASES = [((1, 64, 16), 16), ((3, 64, 48), 16), ((2, 192, 64), 32), ((5, 128, 32), 32), ((4, 64, 16), 8)]
+MARLIN_CASES = [
+    ((1, 64, 16), 16),
+    ((3, 64, 48), 16),
+    ((2, 192, 64), 32),
+    ((5, 128, 32), 32),
+    ((4, 64, 16), 8),
+]
 """Sizes and group sizes: one tile, odd numbers of tiles, one and several scales in a row."""
 
 
@@ -68,5 +88,7 @@ def test_layouts_of_parts_are_the_layout_of_the_whole(layout) -> None:
     whole = layout.convert(tensors)
     for part in (slice(0, 3), slice(3, 5)):
         assert layout.fits((part.stop - part.start, 128, 64))
-        for name, tensor in layout.convert({name: tensor[part] for name, tensor in tensors.items()}).items():
+        for name, tensor in layout.convert(
+            {name: tensor[part] for name, tensor in tensors.items()}
+        ).items():
             assert torch.equal(tensor, whole[name][part])

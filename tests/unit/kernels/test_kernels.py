@@ -31,7 +31,9 @@ KERNELS = [
 ]
 
 
-def make_weight(scheme: str, shape: tuple[int, int], *, group_size: int = 32, seed: int = 0) -> QuantizedTensor:
+def make_weight(
+    scheme: str, shape: tuple[int, int], *, group_size: int = 32, seed: int = 0
+) -> QuantizedTensor:
     torch.manual_seed(seed)
     return quantize(torch.randn(shape).bfloat16(), get_scheme(scheme, group_size))
 
@@ -43,7 +45,9 @@ def make_input(rows: int, features: int) -> torch.Tensor:
     return x.bfloat16()
 
 
-def available(scheme: str, kernel: type[LinearKernel], shape: tuple[int, int]) -> type[LinearKernel]:
+def available(
+    scheme: str, kernel: type[LinearKernel], shape: tuple[int, int]
+) -> type[LinearKernel]:
     if reason := kernel.unavailable(scheme, CPU, shape):
         pytest.skip(f"{kernel.name}: {reason}")
     return kernel
@@ -92,7 +96,9 @@ def test_activation_quantization_equals_vllms():
         x[-1] *= 2.0**-100
         values, scale = quantize_fp8(x)
         theirs, their_scale = QuantFP8.forward_native(layer, x)
-        assert torch.equal(values.view(torch.uint8), theirs.view(torch.uint8)) and torch.equal(scale, their_scale)
+        assert torch.equal(values.view(torch.uint8), theirs.view(torch.uint8)) and torch.equal(
+            scale, their_scale
+        )
         if hasattr(torch.ops._C, "dynamic_scaled_int8_quant"):
             values, scale = quantize_int8(x)
             theirs, their_scale, _ = ops.onednn_scaled_int8_quant(x)
@@ -117,14 +123,18 @@ def vllm_int8(q: QuantizedTensor) -> Callable[..., torch.Tensor]:
     )
     assert type(kernel).__name__ == "CPUInt8ScaledMMLinearKernel"
     layer, dtype = vllm_layer(q), torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)  # vLLM's loader does: the kernel takes its output dtype from there
+    torch.set_default_dtype(
+        torch.bfloat16
+    )  # vLLM's loader does: the kernel takes its output dtype from there
     try:
         kernel.process_weights_after_loading(layer)
     finally:
         torch.set_default_dtype(dtype)
 
     def apply(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        layer.bias_fp32 = None if bias is None else bias.float()  # made at load where the layer has a bias, for tiles
+        layer.bias_fp32 = (
+            None if bias is None else bias.float()
+        )  # made at load where the layer has a bias, for tiles
         return kernel.apply_weights(layer, x, bias)
 
     return apply
@@ -134,13 +144,21 @@ def vllm_fp8(q: QuantizedTensor) -> Callable[..., torch.Tensor]:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.config.compilation import CompilationMode
     from vllm.model_executor.kernels.linear import init_fp8_linear_kernel
-    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticChannelSym
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        kFp8DynamicTokenSym,
+        kFp8StaticChannelSym,
+    )
 
     config = VllmConfig()
     config.compilation_config.mode = CompilationMode.NONE  # as under enforce_eager
     with set_current_vllm_config(config):
         kernel = init_fp8_linear_kernel(
-            kFp8DynamicTokenSym, kFp8StaticChannelSym, torch.bfloat16, torch.bfloat16, q.shape, module_name="test"
+            kFp8DynamicTokenSym,
+            kFp8StaticChannelSym,
+            torch.bfloat16,
+            torch.bfloat16,
+            q.shape,
+            module_name="test",
         )
     assert type(kernel).__name__ == "ChannelWiseTorchFP8ScaledMMLinearKernel"
     layer = vllm_layer(q)
@@ -166,7 +184,11 @@ def test_kernels_have_the_bits_of_vllms_kernel_classes(scheme, shape, threads):
     configure_vllm_process()
     q = make_weight(scheme, shape)
     theirs = {"w8a8": vllm_int8, "fp8": vllm_fp8}[scheme](q)
-    serving = [kernel for kernel in LINEAR_KERNELS[scheme] if kernel.unavailable(scheme, CPU, shape) is None]
+    serving = [
+        kernel
+        for kernel in LINEAR_KERNELS[scheme]
+        if kernel.unavailable(scheme, CPU, shape) is None
+    ]
     # On CPUs with AMX one kernel has vLLM's bits; elsewhere all that know them.
     tiles = [kernel for kernel in serving if kernel is vllm_linears.VllmCpuInt8TilesLinear]
     kernels = tiles or [kernel for kernel in serving if kernel.name != "reference"]
@@ -176,7 +198,11 @@ def test_kernels_have_the_bits_of_vllms_kernel_classes(scheme, shape, threads):
         for bias in (None, torch.randn(shape[0]).bfloat16()):
             expected = theirs(x, bias)
             for kernel, tensors in zip(kernels, prepared, strict=True):
-                assert torch.equal(kernel.linear(x, tensors, bias), expected), (kernel.name, rows, bias is None)
+                assert torch.equal(kernel.linear(x, tensors, bias), expected), (
+                    kernel.name,
+                    rows,
+                    bias is None,
+                )
 
 
 def test_fp8_by_scaled_mm_has_the_same_bits(monkeypatch):
@@ -218,7 +244,9 @@ def test_the_int4_layout_equals_vllms_own_repacking():
     from vllm.scalar_type import scalar_types
 
     q = make_weight("w4a16", (64, 96))
-    values = unpack_quantized_values_into_int32(q.tensors["weight_packed"].t(), scalar_types.uint4b8, 0)
+    values = unpack_quantized_values_into_int32(
+        q.tensors["weight_packed"].t(), scalar_types.uint4b8, 0
+    )
     packed = pack_quantized_values_into_int32(values, scalar_types.uint4b8, 1)
     expected = packed.view(96, -1, 2).permute(1, 0, 2).reshape(-1, 96 * 2)
     assert torch.equal(vllm_linears.VllmCpuWNA16Linear.prepare(q.tensors).weight, expected)
@@ -231,7 +259,9 @@ def test_kernel_choice_names_its_reason():
     assert choice.kernel is ReferenceW4A16Linear and "multiples of 32" in choice.reason
     choice = choose_linear_kernel("w4a8", torch.device("meta"), (64, 64))
     assert choice.reason == "reference; not qarl_cpu_w4a8: runs on cpu, not on meta"
-    with pytest.raises(UserError, match=r"(?s)'vllm_cpu_wna16' cannot multiply by w4a16.*multiples of 32"):
+    with pytest.raises(
+        UserError, match=r"(?s)'vllm_cpu_wna16' cannot multiply by w4a16.*multiples of 32"
+    ):
         choose_linear_kernel("w4a16", CPU, (48, 64), force="vllm_cpu_wna16")
 
 
@@ -241,7 +271,9 @@ def test_kernel_choice_names_its_reason():
 def test_int8_runs_the_operator_that_vllm_picks_for_this_cpu(monkeypatch, tiles):
     layers = pytest.importorskip("vllm.model_executor.layers.utils")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
-    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: tiles)  # on a CPU without tiles Linux says no
+    monkeypatch.setattr(
+        torch.cpu, "_init_amx", lambda: tiles
+    )  # on a CPU without tiles Linux says no
     expected = {True: "vllm_cpu_int8_tiles", False: "vllm_cpu_int8"}
     for shape in ((64, 64), (72, 64), (64, 48), (16, 32), (33, 47)):
         served = layers.check_cpu_sgl_kernel(*shape, torch.int8)
@@ -260,7 +292,9 @@ def test_the_first_product_of_a_process_may_be_one_of_tiles():
         "tensors = {'weight_packed': packed, 'weight_scale': scale}; "
         "print(kernel.linear(torch.ones(1, 32).bfloat16(), kernel.prepare(tensors), None).shape)"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0 and "[1, 32]" in run.stdout, run.stderr[-2000:]
 
 
@@ -268,7 +302,9 @@ def test_an_int8_layer_with_a_bias_rounds_once():
     """oneDNN multiplies by the row's scale and adds the bias in one operation; two round otherwise in the last bit."""
     torch.manual_seed(0)
     sums, scale = torch.randn(64, 3000) * 1000, torch.rand(64, 1) * 0.01 + 1e-4
-    bias = (torch.randn(3000) * 1e-3 - sums[0] * scale[0]).bfloat16()  # near the negative of the first row
+    bias = (
+        torch.randn(3000) * 1e-3 - sums[0] * scale[0]
+    ).bfloat16()  # near the negative of the first row
     rows = torch.arange(64, dtype=torch.int8)[:, None]
 
     def multiply(values: torch.Tensor, out: torch.Tensor) -> None:

@@ -31,10 +31,18 @@ from qarl.trainer.policy import Policy
 TOKENS, HIDDEN, VOCABULARY = 300, 96, 1000
 
 
-def operands(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16().to(dtype).requires_grad_()
-    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).div(4).bfloat16().to(dtype).requires_grad_()
+    weight = (
+        torch.randn(VOCABULARY, HIDDEN, generator=generator)
+        .div(4)
+        .bfloat16()
+        .to(dtype)
+        .requires_grad_()
+    )
     tokens = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
     return hidden, weight, tokens, torch.randn(TOKENS, generator=generator)
 
@@ -51,7 +59,11 @@ def test_same_bits_as_with_all_logits(rows: int, temperature: float) -> None:
     expected.backward(grad)
     mine = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weight)]
     log_probs, top = chosen_log_probs(*mine, tokens, temperature=temperature, rows=rows)
-    assert log_probs.dtype == torch.float32 and torch.equal(log_probs, expected) and torch.equal(top, expected_top)
+    assert (
+        log_probs.dtype == torch.float32
+        and torch.equal(log_probs, expected)
+        and torch.equal(top, expected_top)
+    )
     log_probs.backward(grad)
     assert torch.equal(mine[0].grad, hidden.grad)
     assert mine[1].grad.dtype == torch.bfloat16
@@ -63,9 +75,13 @@ def test_same_bits_as_with_all_logits(rows: int, temperature: float) -> None:
 @pytest.mark.parametrize("rows", [64, 300])
 def test_entropies_are_torchs_and_log_probs_the_same_bits(rows: int, temperature: float) -> None:
     hidden, weight, tokens, _ = operands()
-    log_probs, entropies = log_probs_and_entropies(hidden, weight, tokens, temperature=temperature, rows=rows)
+    log_probs, entropies = log_probs_and_entropies(
+        hidden, weight, tokens, temperature=temperature, rows=rows
+    )
     assert torch.equal(log_probs, unfused(hidden, weight, tokens, temperature)[0])
-    exact = torch.distributions.Categorical(logits=F.linear(hidden, weight).double() / temperature).entropy()
+    exact = torch.distributions.Categorical(
+        logits=F.linear(hidden, weight).double() / temperature
+    ).entropy()
     assert float((entropies - exact).abs().max()) < 1e-5
     assert not log_probs.requires_grad and not entropies.requires_grad
 
@@ -79,7 +95,9 @@ def test_weight_gradient_is_as_near_to_float64() -> None:
     logits = F.linear(hidden, weight).detach().requires_grad_()
     log_probs_of_logits(logits, tokens, temperature=0.7)[0].backward(grad)
     exact = logits.grad.double().t() @ hidden.detach().double()
-    error, theirs = ((gradient.double() - exact).norm() / exact.norm() for gradient in (blocks.grad, weight.grad))
+    error, theirs = (
+        (gradient.double() - exact).norm() / exact.norm() for gradient in (blocks.grad, weight.grad)
+    )
     assert error <= 1.001 * theirs < 3e-3
 
 
@@ -93,8 +111,12 @@ def test_bytes_for_each_logit_are_those_of_the_memory_estimate(blocks: int) -> N
         log_probs, _ = chosen_log_probs(hidden, weight, tokens, temperature=0.7, rows=rows)
     with LiveBytes() as backward:
         log_probs.backward(grad)
-    packed = weight.nbytes if bf16_linear.serves(weight) else 0  # the operator's own copy, on a CPU with AMX
-    bytes_per_logit = [(memory.peak - packed) / (rows * VOCABULARY) for memory in (entropies, forward, backward)]
+    packed = (
+        weight.nbytes if bf16_linear.serves(weight) else 0
+    )  # the operator's own copy, on a CPU with AMX
+    bytes_per_logit = [
+        (memory.peak - packed) / (rows * VOCABULARY) for memory in (entropies, forward, backward)
+    ]
     assert bytes_per_logit[:2] == pytest.approx([8, 10], rel=0.02)
     if blocks == 1:
         assert bytes_per_logit[2] == pytest.approx(14, rel=0.02)
@@ -124,15 +146,23 @@ class OtherLinear(nn.Linear):
 
 
 HEADS = [
-    *((family, nn.Linear(8, 1000, bias=False), True) for family in ("llama", "qwen2", "qwen3", "qwen3_moe")),
-    *((family, nn.Linear(8, 1000, bias=False), False) for family in ("gemma2", "cohere", "granite", "phi")),
+    *(
+        (family, nn.Linear(8, 1000, bias=False), True)
+        for family in ("llama", "qwen2", "qwen3", "qwen3_moe")
+    ),
+    *(
+        (family, nn.Linear(8, 1000, bias=False), False)
+        for family in ("gemma2", "cohere", "granite", "phi")
+    ),
     ("qwen3", nn.Linear(8, 1000, bias=True), False),
     ("qwen3", OtherLinear(8, 1000, bias=False), False),
 ]
 
 
 @pytest.mark.parametrize(("family", "head", "plain"), HEADS)
-def test_only_a_plain_head_is_split(monkeypatch: pytest.MonkeyPatch, family: str, head: nn.Linear, plain: bool) -> None:
+def test_only_a_plain_head_is_split(
+    monkeypatch: pytest.MonkeyPatch, family: str, head: nn.Linear, plain: bool
+) -> None:
     """In blocks the logits are hidden states times the head's weight: a cap, a scale or a bias would be lost."""
     monkeypatch.setattr(policy_module, "LOGITS_AT_A_TIME", 5000)
     config = SimpleNamespace(model_type=family)
@@ -146,7 +176,9 @@ def test_only_a_plain_head_is_split(monkeypatch: pytest.MonkeyPatch, family: str
 
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("align", ["linears", "model"])
-def test_the_policy_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, align: str, tie: bool) -> None:
+def test_the_policy_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, align: str, tie: bool
+) -> None:
     """Past the limit the policy goes in blocks: log-probs, top tokens and gradients of the body keep their bits."""
     from transformers import AutoModelForCausalLM
 
@@ -158,7 +190,9 @@ def test_the_policy_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
         monkeypatch.setattr(kernel, "LOGITS_AT_A_TIME", limit)
         monkeypatch.setattr(policy_module, "LOGITS_AT_A_TIME", limit)
         assert policy.logits_in_blocks(3 * 40) == (limit == 100)
-        log_probs, top = policy.response_log_probs_and_top(response_batch(), slice(0, 3), temperature=0.7)
+        log_probs, top = policy.response_log_probs_and_top(
+            response_batch(), slice(0, 3), temperature=0.7
+        )
         log_probs.sum().backward()
         results.append((log_probs, top, {name: p.grad for name, p in model.named_parameters()}))
     (whole, top, grads), (blocks, blocks_top, blocks_grads) = results

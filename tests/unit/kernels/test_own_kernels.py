@@ -18,12 +18,15 @@ from qarl.quant import get_scheme, quantize
 
 CPU = torch.device("cpu")
 needs_int8 = pytest.mark.skipif(
-    CpuW4A8Linear.unavailable("w4a8", CPU, (64, 64)) is not None, reason="this CPU's int8 products are not exact"
+    CpuW4A8Linear.unavailable("w4a8", CPU, (64, 64)) is not None,
+    reason="this CPU's int8 products are not exact",
 )
 SHAPES = [(96, 128, 32), (576, 192, 64), (33, 256, 128), (8, 64, 64)]
 
 
-def weight_and_input(n: int, k: int, group: int, rows: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def weight_and_input(
+    n: int, k: int, group: int, rows: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     torch.manual_seed(n + k)
     weight = (torch.randn(n, k) * torch.randn(n, 1).exp() * 0.05).bfloat16()
     x = (torch.randn(rows, k) * torch.randn(rows, 1).exp()).bfloat16()
@@ -31,7 +34,9 @@ def weight_and_input(n: int, k: int, group: int, rows: int) -> tuple[dict[str, t
     return dict(quantize(weight, get_scheme("w4a8", group)).tensors), x
 
 
-def by_numpy(tensors: dict[str, torch.Tensor], x: torch.Tensor, bias: torch.Tensor | None) -> np.ndarray:
+def by_numpy(
+    tensors: dict[str, torch.Tensor], x: torch.Tensor, bias: torch.Tensor | None
+) -> np.ndarray:
     """The module's arithmetic, one FP32 operation after another. Integers are summed in int64."""
     shape = torch.Size(tensors["weight_shape"].tolist())
     codes = unpack_from_int32(tensors["weight_packed"], 4, shape).numpy().astype(np.int64)
@@ -70,22 +75,34 @@ def test_the_dequantized_weight_is_compressed_tensors(n: int, k: int, group: int
     prepared = DequantizedW4A16Linear.prepare(tensors)
     assert torch.equal(prepared.weight, expected) and prepared.weight.dtype == torch.bfloat16
     bias = torch.randn(n).bfloat16()
-    assert torch.equal(DequantizedW4A16Linear.linear(x, prepared, bias), F.linear(x, expected, bias))
+    assert torch.equal(
+        DequantizedW4A16Linear.linear(x, prepared, bias), F.linear(x, expected, bias)
+    )
 
 
 ON_A_CPU = {("qarl", "w4a8"): "qarl_cpu_w4a8", ("dequantized", "w4a16"): "dequantized"}
 
 
 @pytest.mark.parametrize(("kernels", "scheme"), [*itertools.product(KERNELS, SCHEMES)])
-def test_every_table_has_a_kernel_or_a_reason(kernels: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_table_has_a_kernel_or_a_reason(
+    kernels: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if kernels == "engine":
         assert (scheme == "bf16") == (not kernels_of(kernels, scheme))
         return
     if expected := ON_A_CPU.get((kernels, scheme)):
         if expected == "dequantized" or CpuW4A8Linear.unavailable("w4a8", CPU, (64, 64)) is None:
-            assert choose_linear_kernel(scheme, CPU, (64, 64), kernels=kernels).kernel.name == expected
+            assert (
+                choose_linear_kernel(scheme, CPU, (64, 64), kernels=kernels).kernel.name == expected
+            )
         return
-    words = "runs on GPUs, not on cpu" if scheme in OWN_KERNELS[kernels] else f"kernels for {scheme}: none"
-    with pytest.raises(UserError, match=rf"(?s)no kernel of quant.kernels={kernels} can multiply.*{words}"):
+    words = (
+        "runs on GPUs, not on cpu"
+        if scheme in OWN_KERNELS[kernels]
+        else f"kernels for {scheme}: none"
+    )
+    with pytest.raises(
+        UserError, match=rf"(?s)no kernel of quant.kernels={kernels} can multiply.*{words}"
+    ):
         choose_linear_kernel(scheme, CPU, (64, 64), kernels=kernels)

@@ -25,12 +25,18 @@ REASONS: list[tuple[Callable[[], str | None], str]] = [
     (lambda: CpuExperts.unavailable("w4a16", CPU, SHAPE, 33), "even group size"),
     (lambda: VllmCpuBf16Experts.unavailable("bf16", GPU, SHAPE, None), "on cpu, not on cuda"),
     (lambda: VllmCpuBf16Experts.unavailable("w4a16", CPU, SHAPE, 32), "only BF16 weights"),
-    (lambda: VllmCpuBf16Experts.unavailable("bf16", CPU, SHAPE._replace(hidden=90), None), "hidden size in multiples"),
+    (
+        lambda: VllmCpuBf16Experts.unavailable("bf16", CPU, SHAPE._replace(hidden=90), None),
+        "hidden size in multiples",
+    ),
     (lambda: VllmMarlinExperts.unavailable("w4a16", GPU, SHAPE, 32), MARLIN),
     (lambda: on_gpu.VllmMarlinLinear.unavailable("w4a16", GPU, (64, 64)), MARLIN),
     (lambda: on_gpu.VllmCutlassFP8Linear.unavailable("fp8", GPU, (64, 64)), FP8_MARLIN),
     (lambda: on_gpu._unusable.__wrapped__("no_operator"), "this vLLM build has no no_operator"),
-    (lambda: on_cpu.cpu_ops_missing.__wrapped__("no_operator"), "this vLLM build has no no_operator"),
+    (
+        lambda: on_cpu.cpu_ops_missing.__wrapped__("no_operator"),
+        "this vLLM build has no no_operator",
+    ),
     (lambda: layer_ops.attention_unavailable.__wrapped__("cuda", 64), "only on cpu"),
     (lambda: layer_ops.attention_unavailable.__wrapped__("cpu", 7), "no head size 7"),
     (on_gpu._unusable_moe.__wrapped__, "no moe_wna16_marlin_gemm, moe_sum"),
@@ -40,7 +46,9 @@ REASONS: list[tuple[Callable[[], str | None], str]] = [
 
 
 @pytest.mark.parametrize(("ask", "words"), REASONS, ids=[words for _, words in REASONS])
-def test_the_reason_is_said(ask: Callable[[], str | None], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_is_said(
+    ask: Callable[[], str | None], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(MARLIN, "int8")
     monkeypatch.setenv(FP8_MARLIN, "1")
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
@@ -58,6 +66,9 @@ def test_flash_attentions_head_sizes_are_vllms() -> None:
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (layer_ops, on_cpu, gpu_ops, on_gpu):
         monkeypatch.setattr(module, "vllm_missing", lambda: "there is no vLLM")
-    attention = [layer_ops.attention_unavailable.__wrapped__("cpu", 64), gpu_ops.attention_unavailable(None)]
+    attention = [
+        layer_ops.attention_unavailable.__wrapped__("cpu", 64),
+        gpu_ops.attention_unavailable(None),
+    ]
     linears = [on_cpu.cpu_ops_missing.__wrapped__("op"), on_gpu._unusable.__wrapped__("op")]
     assert {*attention, *linears, gpu_ops.unavailable.__wrapped__()} == {"there is no vLLM"}

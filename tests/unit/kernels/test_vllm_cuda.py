@@ -24,7 +24,10 @@ configure_vllm_process()
 MOE = "vllm.model_executor.layers.fused_moe"
 LINEAR = "vllm.model_executor.kernels.linear"
 IMPORTED = (
-    *(f"{MOE}.{name}" for name in ("config", "experts.triton_moe", "experts.marlin_moe", "oracle.fp8")),
+    *(
+        f"{MOE}.{name}"
+        for name in ("config", "experts.triton_moe", "experts.marlin_moe", "oracle.fp8")
+    ),
     *(f"{LINEAR}.mixed_precision.{name}" for name in ("machete", "marlin")),
     f"{vllm_cuda._COMPRESSED_TENSORS}.compressed_tensors",
 )
@@ -47,8 +50,12 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
         capability = DeviceCapability(major, minor)
         platform = type(current_platform)
         monkeypatch.setattr(platform, "_enum", PlatformEnum.CUDA)
-        monkeypatch.setattr(platform, "get_device_capability", classmethod(lambda cls, device_id=0: capability))
-        monkeypatch.setattr(platform, "supports_fp8", classmethod(lambda cls: (major, minor) >= (8, 9)))
+        monkeypatch.setattr(
+            platform, "get_device_capability", classmethod(lambda cls, device_id=0: capability)
+        )
+        monkeypatch.setattr(
+            platform, "supports_fp8", classmethod(lambda cls: (major, minor) >= (8, 9))
+        )
         cutlass = importlib.import_module(f"{MOE}.experts.cutlass_moe")
         monkeypatch.setattr(cutlass, "cutlass_group_gemm_supported", lambda: major in (9, 10))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -84,24 +91,37 @@ MIXED = {"vllm_machete": "MacheteLinearKernel", "vllm_marlin": "MarlinLinearKern
 
 @pytest.mark.parametrize(("scheme", "capability", "shape", "group_size", "expected"), LINEARS)
 def test_linears_are_what_vllm_would_choose(
-    pretend_cuda: Any, scheme: str, capability: tuple[int, int], shape: tuple[int, int], group_size: Any, expected: str
+    pretend_cuda: Any,
+    scheme: str,
+    capability: tuple[int, int],
+    shape: tuple[int, int],
+    group_size: Any,
+    expected: str,
 ) -> None:
     pretend_cuda(*capability)
     assert choose_linear_kernel(scheme, GPU, shape, group_size=group_size).kernel.name == expected
     if scheme == "w4a16":
         linear = importlib.import_module(LINEAR)
         sizes = shape[::-1], shape[::-1]
-        layer = linear.MPLinearLayerConfig(*sizes, vllm_cuda.uint4b8(), torch.bfloat16, group_size, False, False)
+        layer = linear.MPLinearLayerConfig(
+            *sizes, vllm_cuda.uint4b8(), torch.bfloat16, group_size, False, False
+        )
         assert linear.choose_mp_linear_kernel(layer).__name__ == MIXED[expected]
 
 
-def test_what_vllm_disables_is_not_chosen(pretend_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_vllm_disables_is_not_chosen(
+    pretend_cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend_cuda(9, 0)
-    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "MacheteLinearKernel,CutlassFP8ScaledMMLinearKernel")
+    monkeypatch.setenv(
+        "VLLM_DISABLED_KERNELS", "MacheteLinearKernel,CutlassFP8ScaledMMLinearKernel"
+    )
     choice = choose_linear_kernel("w4a16", GPU, BIG, group_size=128)
     assert choice.kernel.name == "vllm_marlin"
     assert choice.passed_over[-1] == "vllm_machete: here vLLM itself runs MarlinLinearKernel"
-    assert "VLLM_DISABLED_KERNELS" in (vllm_cuda.VllmCutlassFP8Linear.unavailable("fp8", GPU, BIG) or "")
+    assert "VLLM_DISABLED_KERNELS" in (
+        vllm_cuda.VllmCutlassFP8Linear.unavailable("fp8", GPU, BIG) or ""
+    )
 
 
 def test_groups_that_vllm_cannot_multiply_go_to_others(pretend_cuda: Any) -> None:
@@ -125,7 +145,11 @@ def test_groups_that_vllm_cannot_multiply_go_to_others(pretend_cuda: Any) -> Non
     ],
 )
 def test_the_choice_is_vllms(
-    pretend_cuda: Any, scheme: str, capability: tuple[int, int], group_size: int | None, expected: str
+    pretend_cuda: Any,
+    scheme: str,
+    capability: tuple[int, int],
+    group_size: int | None,
+    expected: str,
 ) -> None:
     pretend_cuda(*capability)
     choice = choose_experts_kernel(scheme, GPU, QWEN3_30B, group_size=group_size)
@@ -141,11 +165,17 @@ def test_what_vllm_does_otherwise_is_said(pretend_cuda: Any) -> None:
         "here vLLM itself runs CompressedTensorsWNA16MoEMethod",  # vLLM 0.24 does not pad
     )
     for one_group in ({"intermediate": 128}, {"hidden": 128}):
-        assert "one group per row" in (marlin.unavailable("w4a16", GPU, QWEN3_30B._replace(**one_group), 128) or "")
+        assert "one group per row" in (
+            marlin.unavailable("w4a16", GPU, QWEN3_30B._replace(**one_group), 128) or ""
+        )
     both = QWEN3_30B._replace(hidden=128, intermediate=128)
     assert marlin.unavailable("w4a16", GPU, both, 128) is None
     why_not = marlin.unavailable("w4a16", GPU, QWEN3_30B._replace(hidden=2048 + 64), 32)
-    assert why_not and why_not.startswith("here vLLM itself runs ") and "MarlinExperts" not in why_not
-    assert "multiples of 16" in (cutlass.unavailable("fp8", GPU, QWEN3_30B._replace(hidden=2040), None) or "")
+    assert (
+        why_not and why_not.startswith("here vLLM itself runs ") and "MarlinExperts" not in why_not
+    )
+    assert "multiples of 16" in (
+        cutlass.unavailable("fp8", GPU, QWEN3_30B._replace(hidden=2040), None) or ""
+    )
     pretend_cuda(10, 0)
     assert cutlass.unavailable("fp8", GPU, QWEN3_30B, None)

@@ -41,24 +41,43 @@ def unpermuted(row: torch.Tensor, one_group: bool) -> torch.Tensor:
     return row.reshape(-1, len(inverse))[:, inverse].reshape(row.shape).double()
 
 
-def machete_mm(a: Any, b_q: Any, b_type: Any, b_group_scales: Any, b_group_size: int) -> torch.Tensor:
-    assert a.is_contiguous() and b_group_scales.is_contiguous() and (b_type.size_bits, b_type.bias) == (4, 8)
-    return (a.double() @ (codes(b_q) * b_group_scales.double().repeat_interleave(b_group_size, 0))).bfloat16()
+def machete_mm(
+    a: Any, b_q: Any, b_type: Any, b_group_scales: Any, b_group_size: int
+) -> torch.Tensor:
+    assert (
+        a.is_contiguous()
+        and b_group_scales.is_contiguous()
+        and (b_type.size_bits, b_type.bias) == (4, 8)
+    )
+    return (
+        a.double() @ (codes(b_q) * b_group_scales.double().repeat_interleave(b_group_size, 0))
+    ).bfloat16()
 
 
-def gptq_marlin_repack(weight: Any, perm: Any, size_k: int, size_n: int, num_bits: int) -> torch.Tensor:
-    assert weight.is_contiguous() and weight.shape == (size_k // 8, size_n) and num_bits == 4 and perm.numel() == 0
+def gptq_marlin_repack(
+    weight: Any, perm: Any, size_k: int, size_n: int, num_bits: int
+) -> torch.Tensor:
+    assert (
+        weight.is_contiguous()
+        and weight.shape == (size_k // 8, size_n)
+        and num_bits == 4
+        and perm.numel() == 0
+    )
     return weight.reshape(size_k // 16, size_n * 2)
 
 
-def marlin_gemm(a: Any, c: Any, weight: Any, bias: Any, scales: Any, *_: Any, **sizes: Any) -> torch.Tensor:
+def marlin_gemm(
+    a: Any, c: Any, weight: Any, bias: Any, scales: Any, *_: Any, **sizes: Any
+) -> torch.Tensor:
     n, k = sizes["size_n"], sizes["size_k"]
     factors = unpermuted(scales, len(scales) == 1).repeat_interleave(k // len(scales), 0)
     y = a.double() @ (codes(weight.reshape(k // 8, n)) * factors)
     return (y if bias is None else y + unpermuted(bias.reshape(1, n), True)).bfloat16()
 
 
-def cutlass_scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, out_dtype: Any, bias: Any) -> torch.Tensor:
+def cutlass_scaled_mm(
+    a: Any, b: Any, scale_a: Any, scale_b: Any, out_dtype: Any, bias: Any
+) -> torch.Tensor:
     assert a.is_contiguous() and b.stride(0) == 1 and a.dtype == b.dtype
     y = (a.double() @ b.double()) * scale_a.double() * scale_b.double().t()
     return (y if bias is None else y + bias.double()).to(out_dtype)
@@ -69,8 +88,12 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> None:
     for stand_in in (machete_mm, gptq_marlin_repack, marlin_gemm, cutlass_scaled_mm):
         monkeypatch.setattr(ops, stand_in.__name__, stand_in)
     monkeypatch.setattr(ops, "machete_prepack_B", lambda weight, **_: weight.contiguous())
-    monkeypatch.setattr(ops, "scaled_int8_quant", lambda x, scale, azp, symmetric: (*quantize_int8(x), None))
-    monkeypatch.setattr(ops, "scaled_fp8_quant", lambda x, use_per_token_if_dynamic: quantize_fp8(x))
+    monkeypatch.setattr(
+        ops, "scaled_int8_quant", lambda x, scale, azp, symmetric: (*quantize_int8(x), None)
+    )
+    monkeypatch.setattr(
+        ops, "scaled_fp8_quant", lambda x, use_per_token_if_dynamic: quantize_fp8(x)
+    )
     monkeypatch.setattr(marlin, "num_compute_units", lambda index=0: 132)
 
 
@@ -112,13 +135,23 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, kernel: Any, scheme: str, func
     module, _, name = f"{vllm_linears.MOE}.{function}".rpartition(".")
     theirs, passed = importlib.import_module(module), dict[str, Any]()
     signature = inspect.signature(getattr(theirs, name))
-    monkeypatch.setattr(theirs, name, lambda **words: passed.update(signature.bind(**words).arguments) or words["w1"])
-    x, weights, ids, gate_up, down = make(ExpertsShape(experts=5, top_k=2, hidden=256, intermediate=64))
+    monkeypatch.setattr(
+        theirs,
+        name,
+        lambda **words: passed.update(signature.bind(**words).arguments) or words["w1"],
+    )
+    x, weights, ids, gate_up, down = make(
+        ExpertsShape(experts=5, top_k=2, hidden=256, intermediate=64)
+    )
     stacks = [stacked(weight, scheme) for weight in (gate_up, down)]
     kernel.forward(x, weights, ids, kernel.prepare(*stacks))
-    assert passed["topk_weights"] is weights and passed["topk_ids"] is ids and len(passed["w1"]) == 5
+    assert (
+        passed["topk_weights"] is weights and passed["topk_ids"] is ids and len(passed["w1"]) == 5
+    )
     assert passed.get("global_num_experts", 5) == 5 and passed.get("out_dtype", x.dtype) == x.dtype
     if name == "run_cutlass_moe_fp8":
         assert torch.equal(passed["hidden_states"], quantize_fp8(x)[0])
         strides = [passed[f"{which}_strides{number}"] for which in ("ab", "c") for number in (1, 2)]
-        assert [stride.tolist() for stride in strides] == [[size] * 5 for size in (256, 64, 128, 256)]
+        assert [stride.tolist() for stride in strides] == [
+            [size] * 5 for size in (256, 64, 128, 256)
+        ]

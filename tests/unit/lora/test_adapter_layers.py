@@ -40,11 +40,15 @@ class Model(nn.Module):
         chosen = get_scheme(scheme, group_size=32)
         kernels = "qarl" if scheme == "w4a8" else "engine"
         self.proj: nn.Module = (
-            QuantLinear(linear, chosen, qualified_name="proj", kernels=kernels) if chosen.quantized else linear
+            QuantLinear(linear, chosen, qualified_name="proj", kernels=kernels)
+            if chosen.quantized
+            else linear
         )
 
 
-def adapted(scheme: str = "w4a16", *, rows: int = 96, columns: int = 64, r: int = 8, alpha: int = 16) -> Any:
+def adapted(
+    scheme: str = "w4a16", *, rows: int = 96, columns: int = 64, r: int = 8, alpha: int = 16
+) -> Any:
     """The linear of a frozen model with a random adapter, and Ŵ in FP64."""
     model = Model(rows, columns, scheme)
     weight = model.proj.dequantized if isinstance(model.proj, QuantLinear) else model.proj.weight
@@ -58,7 +62,9 @@ def adapted(scheme: str = "w4a16", *, rows: int = 96, columns: int = 64, r: int 
 
 @needs_vllm_cpu
 @pytest.mark.parametrize("single", [True, False], ids=["one product", "token by token"])
-@pytest.mark.parametrize(("tokens", "columns", "rows", "r"), [(1, 64, 96, 1), (300, 128, 384, 8), (40, 384, 128, 64)])
+@pytest.mark.parametrize(
+    ("tokens", "columns", "rows", "r"), [(1, 64, 96, 1), (300, 128, 384, 8), (40, 384, 128, 64)]
+)
 def test_the_delta_has_the_bits_of_vllms_operators(monkeypatch, tokens, columns, rows, r, single):
     from vllm.lora.ops.torch_ops import bgmv_expand_slice, bgmv_shrink
 
@@ -102,26 +108,38 @@ def test_the_quantized_base_is_freed_and_stays_what_it_was(pristine_model):
     names = list(model.state_dict())
     adapters = Adapters(model, LoraConfig(r=8), seed=0, base="base")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained == {f"{name}.{leaf}" for name in adapters.layers for leaf in ("lora_A", "lora_B")}
+    assert trained == {
+        f"{name}.{leaf}" for name in adapters.layers for leaf in ("lora_A", "lora_B")
+    }
     quantized = [module for module in model.modules() if isinstance(module, QuantLinear)]
     assert quantized and all(layer.weight.is_meta and not layer.stale for layer in quantized)
     assert list(model.state_dict()) == names
     after = dict(packed_state_dict(model))
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
     model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
-    assert all(layer._dequantized is layer.prepared is None for layer in quantized), "a copy of the base stays"
+    assert all(layer._dequantized is layer.prepared is None for layer in quantized), (
+        "a copy of the base stays"
+    )
     with pytest.raises(RuntimeError, match="frozen"):
         quantized[0].invalidate()
     with pytest.raises(RuntimeError, match="frozen"):
         copy.deepcopy(quantized[0])
 
 
-def test_a_layer_moves_to_the_gpu_when_the_one_before_it_has_been_freed(pristine_model, monkeypatch):
+def test_a_layer_moves_to_the_gpu_when_the_one_before_it_has_been_freed(
+    pristine_model, monkeypatch
+):
     order: list[str] = []
     for name in ("to", "freeze"):
         method = getattr(QuantLinear, name)
-        monkeypatch.setattr(QuantLinear, name, lambda *a, name=name, method=method: order.append(name) or method(*a))
-    adapters = Adapters(load_model(pristine_model), LoraConfig(r=8), seed=0, base="base", device=torch.device("cpu"))
+        monkeypatch.setattr(
+            QuantLinear, name, lambda *a, name=name, method=method: order.append(name) or method(*a)
+        )
+    adapters = Adapters(
+        load_model(pristine_model), LoraConfig(r=8), seed=0, base="base", device=torch.device("cpu")
+    )
     assert order == ["to", "freeze"] * len(adapters.layers)
 
 
@@ -134,10 +152,19 @@ def test_the_start_is_the_base_and_depends_on_the_seed_alone(pristine_model):
     first = Adapters(model, LoraConfig(r=8), seed=1, base="base").tensors()
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, before)
-    again, other = (Adapters(load_model(pristine_model), LoraConfig(r=8), seed=s, base="b").tensors() for s in (1, 2))
+    again, other = (
+        Adapters(load_model(pristine_model), LoraConfig(r=8), seed=s, base="b").tensors()
+        for s in (1, 2)
+    )
     assert all(torch.equal(first[name], again[name]) for name in first)
-    assert all(torch.equal(first[name], other[name]) == name.endswith("lora_B.weight") for name in first)
-    starts = [tuple(tensor.flatten().tolist()) for name, tensor in first.items() if name.endswith("lora_A.weight")]
+    assert all(
+        torch.equal(first[name], other[name]) == name.endswith("lora_B.weight") for name in first
+    )
+    starts = [
+        tuple(tensor.flatten().tolist())
+        for name, tensor in first.items()
+        if name.endswith("lora_A.weight")
+    ]
     assert len(set(starts)) == len(starts), "two linears start with the same A"
 
 
@@ -146,7 +173,9 @@ def test_the_start_is_the_base_and_depends_on_the_seed_alone(pristine_model):
 def test_a_starts_with_the_numbers_of_torchs_kaiming_uniform(rows, columns, dtype):
     """peft calls it with a = sqrt(5): uniform within 1 / sqrt(K), the width of the input. B is zero. FP32 parameters
     start at the same BF16 numbers."""
-    adapters = Adapters(Model(rows, columns, "bf16"), LoraConfig(r=8), seed=5, base="base", dtype=dtype)
+    adapters = Adapters(
+        Model(rows, columns, "bf16"), LoraConfig(r=8), seed=5, base="base", dtype=dtype
+    )
     generator = torch.Generator().manual_seed(5)
     start = nn.init.kaiming_uniform_(torch.empty(8, columns), a=5**0.5, generator=generator)
     assert torch.equal(adapters.layers["proj"].lora_A, start.bfloat16().to(dtype))
@@ -157,15 +186,22 @@ def test_the_folder_is_that_of_peft(pristine_model, tmp_path):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    adapters = Adapters(load_model(pristine_model), LoraConfig(r=8, alpha=16), seed=0, base=str(pristine_model))
+    adapters = Adapters(
+        load_model(pristine_model), LoraConfig(r=8, alpha=16), seed=0, base=str(pristine_model)
+    )
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()
     write_adapter(ours, adapters.adapter())
     model = AutoModelForCausalLM.from_pretrained(pristine_model, dtype=torch.bfloat16)
-    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=list(adapters.targets), task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=8, lora_alpha=16, target_modules=list(adapters.targets), task_type="CAUSAL_LM"
+    )
     peft.get_peft_model(model, config).save_pretrained(theirs)
     mine, reference = (load_file(folder / WEIGHTS_FILE) for folder in (ours, theirs))
-    shapes = [{name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (mine, reference)]
+    shapes = [
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for tensors in (mine, reference)
+    ]
     assert shapes[0] == shapes[1]
     written, saved = (json.loads((folder / CONFIG_FILE).read_text()) for folder in (ours, theirs))
     saved["target_modules"] = sorted(saved["target_modules"])
@@ -178,7 +214,8 @@ def test_the_folder_is_that_of_peft(pristine_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more", [{"use_rslora": True}, {"rank_pattern": {"q_proj": 4}}, {"modules_to_save": ["lm_head"]}]
+    "more",
+    [{"use_rslora": True}, {"rank_pattern": {"q_proj": 4}}, {"modules_to_save": ["lm_head"]}],
 )
 def test_an_adapter_that_is_more_than_a_and_b_is_not_read(pristine_model, tmp_path, more):
     adapters = Adapters(load_model(pristine_model), LoraConfig(r=8), seed=0, base="base")
@@ -196,7 +233,9 @@ def test_a_run_that_is_moved_aside_names_its_own_base(tmp_path):
     """Otherwise peft would load the base of the next run, without a word."""
     export = tmp_path / "run" / "export"
     (export / "adapter").mkdir(parents=True)
-    (export / "adapter" / CONFIG_FILE).write_text(json.dumps({"r": 8, "base_model_name_or_path": str(export)}))
+    (export / "adapter" / CONFIG_FILE).write_text(
+        json.dumps({"r": 8, "base_model_name_or_path": str(export)})
+    )
     (tmp_path / "run" / "metrics.jsonl").touch()
     fresh_run_dir(tmp_path / "run")
     moved = tmp_path / "run.1" / "export"
@@ -241,7 +280,9 @@ def test_targets_choose_by_the_last_part_of_a_name(pristine_model):
     model = load_model(pristine_model)
     adapters = Adapters(model, LoraConfig(r=1, target_modules=["v_proj"]), seed=0, base="base")
     assert adapters.targets == ("v_proj",)
-    adapted_layers = {name for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
+    adapted_layers = {
+        name for name, module in model.named_modules() if isinstance(module, AdaptedLinear)
+    }
     assert (
         adapted_layers
         == adapters.layers.keys()

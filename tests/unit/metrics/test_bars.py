@@ -15,14 +15,24 @@ from qarl.metrics.plots import plot_run
 from qarl.report.page import comparison, contents, page
 from qarl.tbpo.config import CLASSES
 
-FILES = ["token_shares_old", "token_shares_now", "token_moves_old", "token_moves_now", "mismatch_weights"]
+FILES = [
+    "token_shares_old",
+    "token_shares_now",
+    "token_moves_old",
+    "token_moves_now",
+    "mismatch_weights",
+]
 
 
 def entries() -> list[dict[str, Any]]:
     """Two steps. Positive samples have no token in the class `tail`, and the second step has NaN in one metric."""
     steps: list[dict[str, Any]] = []
     for step in (1, 2):
-        metrics: dict[str, Any] = {"step": step, "mismatch/w_to_101": 0.75, "mismatch/w_to_105": 0.25}
+        metrics: dict[str, Any] = {
+            "step": step,
+            "mismatch/w_to_101": 0.75,
+            "mismatch/w_to_105": 0.25,
+        }
         for sign in ("pos", "neg"):
             for policy in ("", "now_"):
                 for place, label in enumerate(CLASSES):
@@ -53,12 +63,16 @@ def test_a_bar_is_the_mean_over_steps_or_the_largest_of_a_maximum() -> None:
 def test_empty_classes_and_nan_have_no_bar() -> None:
     (tail,) = bar_values(["tokens/pos_tail_moved_mean"], entries())
     assert math.isnan(tail)
-    assert bar_values(["tokens/neg_tail_frac"], entries()) == pytest.approx([0.1])  # of the first step alone
+    assert bar_values(["tokens/neg_tail_frac"], entries()) == pytest.approx(
+        [0.1]
+    )  # of the first step alone
     moves = next(chart for chart in BARS if chart.file == "token_moves_old")
     assert math.isnan(drawn_bars(moves, {"": entries()})["A > 0, mean"][0])
 
 
-@pytest.mark.parametrize("log", [[], [{"step": 1, "tokens/pos_tail_frac": "nan"}], [{"step": 1, "reward": 1.0}]])
+@pytest.mark.parametrize(
+    "log", [[], [{"step": 1, "tokens/pos_tail_frac": "nan"}], [{"step": 1, "reward": 1.0}]]
+)
 def test_a_chart_without_a_value_is_left_out(log: list[dict[str, Any]]) -> None:
     assert bars_of_report({"": log}) == []
 
@@ -66,7 +80,9 @@ def test_a_chart_without_a_value_is_left_out(log: list[dict[str, Any]]) -> None:
 def test_the_charts_are_png_files(run: Path) -> None:
     paths = plot_run(run)
     assert [path.stem for path in paths] == FILES
-    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in paths)
+    assert all(
+        path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in paths
+    )
 
 
 def test_the_report_has_them_for_one_run_and_for_two(run: Path) -> None:

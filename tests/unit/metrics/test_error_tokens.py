@@ -24,7 +24,10 @@ def rows(*responses: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and mask, padded on the right with a token that would be repetitive if it counted."""
     width = max(map(len, responses))
     tokens = torch.tensor([[*response, *[7] * (width - len(response))] for response in responses])
-    mask = torch.arange(width)[None, :] < torch.tensor([len(response) for response in responses])[:, None]
+    mask = (
+        torch.arange(width)[None, :]
+        < torch.tensor([len(response) for response in responses])[:, None]
+    )
     return tokens, mask
 
 

@@ -36,12 +36,16 @@ def test_the_temperature_by_hand():
 @pytest.mark.parametrize("length", [1, 1000, None])
 def test_known_mistakes_are_an_error_first_and_a_warning_later(level, abs_mean, what, length):
     with pytest.raises(MismatchError) as error:
-        check_mismatch(abs_mean, limit=None, level=level, before_first_update=True, response_length=length)
+        check_mismatch(
+            abs_mean, limit=None, level=level, before_first_update=True, response_length=length
+        )
     assert isinstance(error.value, UserError)
     assert f"{abs_mean:.2g}" in str(error.value) and "quant.mismatch_limit" in str(error.value)
     with pytest.raises(MismatchError):
         check_mismatch(math.nan, limit=1e9, level=level, before_first_update=True)
-    warning = check_mismatch(abs_mean, limit=None, level=level, before_first_update=False, response_length=length)
+    warning = check_mismatch(
+        abs_mean, limit=None, level=level, before_first_update=False, response_length=length
+    )
     assert warning and f"{abs_mean:.2g}" in warning and f"quant.align={level}" in warning
 
 

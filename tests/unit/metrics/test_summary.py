@@ -18,14 +18,22 @@ STEP = {"timing_s/step": 3.0}
 
 
 def test_each_prompt_counts_once_in_its_source_and_each_source_once_in_the_mean():
-    answers = [("aime", 0, 1.0), ("aime", 0, 0.0), ("aime", 0, 0.0), ("aime", 0, 0.0), ("aime", 1, 1.0)]
+    answers = [
+        ("aime", 0, 1.0),
+        ("aime", 0, 0.0),
+        ("aime", 0, 0.0),
+        ("aime", 0, 0.0),
+        ("aime", 1, 1.0),
+    ]
     answers += [("math", 0, 1.0)] * 4 + [("math", row, 0.0) for row in range(1, 10)]
     assert answers_metrics(answers) == {
         "val/accuracy": (0.625 + 0.1) / 2,
         "val/accuracy/aime": (0.25 + 1.0) / 2,
         "val/accuracy/math": 0.1,
     }
-    assert answers_metrics([("math", row, float(row < 3)) for row in range(4)]) == {"val/accuracy": 0.75}
+    assert answers_metrics([("math", row, float(row < 3)) for row in range(4)]) == {
+        "val/accuracy": 0.75
+    }
     assert answers_metrics([]) == {}
 
 
@@ -33,12 +41,16 @@ def test_each_prompt_counts_once_in_its_source_and_each_source_once_in_the_mean(
 def test_a_source_that_is_not_a_number_is_not_left_out_of_the_mean(bad):
     metrics = sources_metrics({"good": 1.0, "bad": bad})
     assert metrics["val/accuracy/good"] == 1.0
-    assert math.isnan(metrics["val/accuracy"]) if math.isnan(bad) else metrics["val/accuracy"] == bad
+    assert (
+        math.isnan(metrics["val/accuracy"]) if math.isnan(bad) else metrics["val/accuracy"] == bad
+    )
     assert math.isnan(sources_metrics({"a": math.inf, "b": -math.inf})["val/accuracy"])
 
 
 def test_names_of_sources():
-    metrics = sources_metrics({"openai/gsm8k": 0.1, "two words": 0.2, "": 0.3, " ": 0.4, "acc/mean@1": 0.5})
+    metrics = sources_metrics(
+        {"openai/gsm8k": 0.1, "two words": 0.2, "": 0.3, " ": 0.4, "acc/mean@1": 0.5}
+    )
     names = ["openai/gsm8k", "two words", "''", "' '", "acc/mean@1"]
     assert list(metrics) == ["val/accuracy", *(f"val/accuracy/{name}" for name in names)]
 
@@ -74,10 +86,20 @@ def test_an_evaluation_before_the_training_is_not_one_after_it():
 HISTORIES: dict[str, list[Any]] = {
     "nothing": [],
     "verl's own names": [{"step": 0, "val-core/aime24/acc/mean@32": 0.1}, {"step": 1} | STEP],
-    "no numbers": [{"step": 0, "val/accuracy": "?"}, {"step": 1, "timing_s/step": None, "mismatch/abs_max": [1.0]}],
+    "no numbers": [
+        {"step": 0, "val/accuracy": "?"},
+        {"step": 1, "timing_s/step": None, "mismatch/abs_max": [1.0]},
+    ],
     "no steps": [{"val/accuracy": 0.5}, {}, {"step": None}],
     "no mappings": [None, 3, "text", [1.0], STEP],
-    "not finite": [{"step": 1, "mismatch/abs_max": math.nan, "val/accuracy": math.inf, "timing_s/step": math.nan}],
+    "not finite": [
+        {
+            "step": 1,
+            "mismatch/abs_max": math.nan,
+            "val/accuracy": math.inf,
+            "timing_s/step": math.nan,
+        }
+    ],
     "an integer beyond floats": [{"step": 1, "mismatch/k3": 10**400, "timing_s/step": 10**400}],
     "keys that are no text": [{1: 2.0, "step": 0}, {None: 1.0}],
 }
@@ -90,7 +112,9 @@ def test_no_history_makes_the_summary_fail(case):
 
 def test_a_mismatch_that_is_nan_is_not_hidden_by_a_smaller_one():
     for values in ([math.nan, 1.0], [1.0, math.nan]):
-        history = [{"step": step, "mismatch/abs_max": value} for step, value in enumerate(values, 1)]
+        history = [
+            {"step": step, "mismatch/abs_max": value} for step, value in enumerate(values, 1)
+        ]
         assert math.isnan(summarize(history)["mismatch_abs_max"])
 
 
@@ -109,22 +133,34 @@ LINES = {
 
 @pytest.mark.parametrize("case", LINES)
 def test_a_damaged_line_of_metrics_hides_no_other(tmp_path: Path, case: str) -> None:
-    lines = ['{"step": 1, "timing_s/step": 1.0}', LINES[case], '{"step": 3, "timing_s/step": 2.0, "x": NaN}']
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8", errors="surrogateescape")
+    lines = [
+        '{"step": 1, "timing_s/step": 1.0}',
+        LINES[case],
+        '{"step": 3, "timing_s/step": 2.0, "x": NaN}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text(
+        "\n".join(lines), encoding="utf-8", errors="surrogateescape"
+    )
     entries = read_metrics(tmp_path)
     assert [entry["step"] for entry in entries] == [1, 3] and math.isnan(entries[1]["x"])
     assert summarize(entries)["steps"] == 2
 
 
 def test_text_in_a_metric_is_no_number_and_hides_no_other(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "x": "nan", "y": "text", "timing_s/step": 1.0}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "x": "nan", "y": "text", "timing_s/step": 1.0}\n'
+    )
     (entry,) = read_metrics(tmp_path)
     assert math.isnan(entry["x"]) and "y" not in entry and entry["timing_s/step"] == 1.0
 
 
-def test_an_evaluation_at_a_resume_adds_to_its_step_and_hides_only_later_ones(tmp_path: Path) -> None:
+def test_an_evaluation_at_a_resume_adds_to_its_step_and_hides_only_later_ones(
+    tmp_path: Path,
+) -> None:
     """verl evaluates when it resumes, and logs that under the step of the checkpoint."""
-    lines = [{"step": step, "x": float(step)} | STEP for step in range(1, 6)] + [{"step": 3, "val/accuracy": 0.5}]
+    lines = [{"step": step, "x": float(step)} | STEP for step in range(1, 6)] + [
+        {"step": 3, "val/accuracy": 0.5}
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     entries = read_metrics(tmp_path)
     assert [entry["step"] for entry in entries] == [1, 2, 3]
@@ -132,4 +168,6 @@ def test_an_evaluation_at_a_resume_adds_to_its_step_and_hides_only_later_ones(tm
     repeated = {"step": 3, "y": 1.0} | STEP
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 4} | STEP) + "\n" + json.dumps(repeated) + "\n")
-    assert read_metrics(tmp_path)[-1] == repeated, "a step that was trained again leaves nothing of the first time"
+    assert read_metrics(tmp_path)[-1] == repeated, (
+        "a step that was trained again leaves nothing of the first time"
+    )

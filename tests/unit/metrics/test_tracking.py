@@ -30,13 +30,20 @@ def strict_lines(run_dir: Path) -> list[dict[str, object]]:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    return [json.loads(x, parse_constant=refuse) for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(x, parse_constant=refuse)
+        for x in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_metrics_are_strict_json_and_flushed_each_step(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, [], 2, {})
-    tracker.log({"a": math.nan, "b": -math.inf, "c": torch.tensor(2.5), "d": np.int64(3), "e": 1}, step=1)
-    assert strict_lines(tmp_path) == [{"step": 1, "a": "nan", "b": "-inf", "c": 2.5, "d": 3, "e": 1}]
+    tracker.log(
+        {"a": math.nan, "b": -math.inf, "c": torch.tensor(2.5), "d": np.int64(3), "e": 1}, step=1
+    )
+    assert strict_lines(tmp_path) == [
+        {"step": 1, "a": "nan", "b": "-inf", "c": 2.5, "d": 3, "e": 1}
+    ]
     tracker.log({"a": 1.0}, step=2)
     tracker.close()
     first, second = read_metrics(tmp_path)
@@ -53,11 +60,17 @@ def test_resume_appends_after_a_torn_line_and_replaces_redone_steps(tmp_path: Pa
     assert read_metrics(tmp_path) == [{"step": 1, "a": 1}, {"step": 2, "a": 20}]
 
 
-def test_the_console_has_a_line_for_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_console_has_a_line_for_each_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Tracker(tmp_path, ["console"], 3, {}) as tracker:
         tracker.message("hello")
         tracker.log({"val/accuracy": 0.25}, step=0)
-        metrics = {"critic/score/mean": 0.5, "mismatch/k3": 4.2e-4, "actor/inside_band_frac_after_first": 0.9}
+        metrics = {
+            "critic/score/mean": 0.5,
+            "mismatch/k3": 4.2e-4,
+            "actor/inside_band_frac_after_first": 0.9,
+        }
         metrics["timing_s/step"] = 0.1
         tracker.log(metrics, step=1)
     lines = capsys.readouterr().out.splitlines()
@@ -72,11 +85,15 @@ def test_wandb_resumes_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def init(**options: object) -> SimpleNamespace:
         started.append(options)
-        return SimpleNamespace(id="abc", log=lambda metrics, step: logged.append((metrics, step)), finish=lambda: None)
+        return SimpleNamespace(
+            id="abc", log=lambda metrics, step: logged.append((metrics, step)), finish=lambda: None
+        )
 
     spec = SimpleNamespace(origin="wandb/__init__.py")
     online = SimpleNamespace(settings=SimpleNamespace(mode="online"))
-    fake = SimpleNamespace(init=init, __spec__=spec, setup=lambda: online, login=lambda **options: True, Error=OSError)
+    fake = SimpleNamespace(
+        init=init, __spec__=spec, setup=lambda: online, login=lambda **options: True, Error=OSError
+    )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for start_step in (0, 1, 0):
         with Tracker(tmp_path / "run", ["wandb"], 3, {"seed": 1}, start_step=start_step) as tracker:
@@ -125,11 +142,15 @@ def test_plots_of_a_run(tmp_path: Path) -> None:
     paths = plot_run(full_run(tmp_path / "a"))
     names = ("reward", "accuracy", "k3", "outside_band")
     assert paths == [tmp_path / "a" / "plots" / f"{name}.png" for name in names]
-    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in paths)
+    assert all(
+        path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in paths
+    )
 
 
 @pytest.mark.long
-def test_wandb_without_a_key_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_without_a_key_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -147,7 +168,9 @@ def test_wandb_without_a_key_is_refused_before_the_run(tmp_path: Path, monkeypat
     check_wandb_key()
 
 
-def test_an_error_in_looking_for_warning_signs_ends_the_looking_and_not_the_run(tmp_path, monkeypatch, capsys):
+def test_an_error_in_looking_for_warning_signs_ends_the_looking_and_not_the_run(
+    tmp_path, monkeypatch, capsys
+):
     calls = []
 
     def fail(self: WarningLog, step: int, metrics: dict[str, float]) -> list[str]:
@@ -160,4 +183,7 @@ def test_an_error_in_looking_for_warning_signs_ends_the_looking_and_not_the_run(
         tracker.log({"x": 2.0}, step=2)
     assert calls == [1] and tracker.problem is None
     assert [entry["x"] for entry in read_metrics(tmp_path)] == [1.0, 2.0]
-    assert "no more warning signs are looked for after step 1 (KeyError: 'a bug')" in capsys.readouterr().err
+    assert (
+        "no more warning signs are looked for after step 1 (KeyError: 'a bug')"
+        in capsys.readouterr().err
+    )

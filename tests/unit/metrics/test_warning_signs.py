@@ -26,7 +26,9 @@ def find(history: Sequence[Mapping[str, Any]]) -> list[WarningSign]:
 
 def healthy(step: int, rng: random.Random) -> Metrics:
     """The noise of the quickstart's runs: gradient norms within a factor of 3, entropy and updates that fall slowly."""
-    contributions = {f"actor/zero_centred_loss_{sign}": rng.gauss(0, 1e-4) for sign in ("pos", "neg")}
+    contributions = {
+        f"actor/zero_centred_loss_{sign}": rng.gauss(0, 1e-4) for sign in ("pos", "neg")
+    }
     mismatch = {sign: rng.gauss(0, 1e-3) for sign in ("pos", "neg")}
     update = 0.09 * math.exp(-step / 80) * math.exp(rng.gauss(0, 0.44))
     return {
@@ -37,7 +39,10 @@ def healthy(step: int, rng: random.Random) -> Metrics:
         "mismatch/abs_p999": 0.4 * math.exp(rng.gauss(0, 0.25)),
         "mismatch/k3": 8e-3 * math.exp(rng.gauss(0, 0.5)),
         **contributions,
-        **{f"actor/rollout_{key[6:]}": value + mismatch[key[-3:]] for key, value in contributions.items()},
+        **{
+            f"actor/rollout_{key[6:]}": value + mismatch[key[-3:]]
+            for key, value in contributions.items()
+        },
         "response_length/mean": 50 + rng.gauss(0, 1),
         "error_tokens/repetitive_frac": max(0.0, rng.gauss(0.01, 0.01)),
         "error_tokens/garbled_frac": max(0.0, rng.gauss(0.02, 0.02)),
@@ -46,7 +51,9 @@ def healthy(step: int, rng: random.Random) -> Metrics:
     }
 
 
-def a_run(change: Callable[[int, Metrics], None], *, steps: int = 100, seed: int = 0) -> list[dict[str, Any]]:
+def a_run(
+    change: Callable[[int, Metrics], None], *, steps: int = 100, seed: int = 0
+) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     history: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
@@ -56,7 +63,9 @@ def a_run(change: Callable[[int, Metrics], None], *, steps: int = 100, seed: int
     return history
 
 
-def after(step: int, name: str, factor: float = 1.0, plus: float = 0.0) -> Callable[[int, Metrics], None]:
+def after(
+    step: int, name: str, factor: float = 1.0, plus: float = 0.0
+) -> Callable[[int, Metrics], None]:
     def change(now: int, metrics: Metrics) -> None:
         if now >= step:
             metrics[name] = metrics[name] * factor + plus
@@ -88,7 +97,12 @@ CASES: dict[str, tuple[str, Callable[[int, Metrics], None], int, int]] = {
     "gradient norm times 8": ("grad_norm", after(50, "actor/grad_norm", 8), 50, 53),
     "updates ten times as large": ("update_size", after(50, "actor/update_size", 10), 50, 55),
     "updates grow 6% a step": ("update_size", growing("actor/update_size", 1.06), 30, 75),
-    "ratios ten times as large as updates": ("ratio_mismatch", after(50, "actor/ratio_size", 10), 50, 55),
+    "ratios ten times as large as updates": (
+        "ratio_mismatch",
+        after(50, "actor/ratio_size", 10),
+        50,
+        55,
+    ),
     "tail of δ grows 4% a step": ("delta_tail", growing("mismatch/abs_p999", 1.04), 40, 75),
     "k3 grows 5% a step": ("k3", growing("mismatch/k3", 1.05), 40, 75),
     "negative samples pushed alone": ("skew", skewed, 50, 70),
@@ -129,7 +143,9 @@ def test_healthy_runs_give_no_warning(seed: int) -> None:
     ],
 )
 def test_the_size_of_updates_by_hand(sizes: list[float], seen: str | None) -> None:
-    warnings = find([{"step": step, "actor/update_size": size} for step, size in enumerate(sizes, 1)])
+    warnings = find(
+        [{"step": step, "actor/update_size": size} for step, size in enumerate(sizes, 1)]
+    )
     assert [warning.sign for warning in warnings] == ([] if seen is None else ["update_size"])
     assert seen is None or seen in warnings[0].text
 
@@ -150,10 +166,16 @@ def test_a_mismatch_is_not_taken_for_an_update(
 ) -> None:
     """If the old log-probs are the rollout's, both sizes contain it; with bypass_mode, only the ratio's. Without a
     ratio (TBPO, reinforce) there is no size of it."""
-    metrics = {"actor/update_size": 0.4, "old_log_probs/from_rollout": from_rollout, "mismatch/k3": k3}
+    metrics = {
+        "actor/update_size": 0.4,
+        "old_log_probs/from_rollout": from_rollout,
+        "mismatch/k3": k3,
+    }
     if ratio is not None:
         metrics["actor/ratio_size"] = ratio
-    assert [warning.sign for warning in find([{"step": step, **metrics} for step in range(1, 10)])] == signs
+    assert [
+        warning.sign for warning in find([{"step": step, **metrics} for step in range(1, 10)])
+    ] == signs
 
 
 def test_updates_of_a_constant_size_are_seldom_taken_for_large_ones() -> None:
@@ -161,15 +183,21 @@ def test_updates_of_a_constant_size_are_seldom_taken_for_large_ones() -> None:
     warned = 0
     for seed in range(200):
         rng = random.Random(seed)
-        sizes = [0.09 * min(1.0, step / 10) * math.exp(rng.gauss(0, 0.44)) for step in range(1, 151)]
-        warned += bool(find([{"step": step, "actor/update_size": size} for step, size in enumerate(sizes, 1)]))
+        sizes = [
+            0.09 * min(1.0, step / 10) * math.exp(rng.gauss(0, 0.44)) for step in range(1, 151)
+        ]
+        warned += bool(
+            find([{"step": step, "actor/update_size": size} for step, size in enumerate(sizes, 1)])
+        )
     assert 0 < warned <= 10, "5% of 200 runs"
 
 
 def write(run_dir: Path, history: list[dict[str, Any]], capsys: Any, *, start_step: int = 0) -> str:
     with Tracker(run_dir, ["console"], 100, {}, start_step=start_step) as tracker:
         for entry in history:
-            tracker.log({name: value for name, value in entry.items() if name != "step"}, step=entry["step"])
+            tracker.log(
+                {name: value for name, value in entry.items() if name != "step"}, step=entry["step"]
+            )
     return str(capsys.readouterr().out)
 
 
@@ -191,7 +219,11 @@ def test_a_resumed_run_says_the_same(tmp_path: Path, capsys: Any, resumed_after:
     write(tmp_path / "resumed", whole[:90], capsys)
     out = write(tmp_path / "resumed", whole[resumed_after:], capsys, start_step=resumed_after)
     assert warnings_of(tmp_path / "resumed") == warnings_of(tmp_path / "whole")
-    again = [warning["sign"] for warning in warnings_of(tmp_path / "whole") if warning["step"] > resumed_after]
+    again = [
+        warning["sign"]
+        for warning in warnings_of(tmp_path / "whole")
+        if warning["step"] > resumed_after
+    ]
     assert out.count("warning sign") == len(again)
     assert read_metrics(tmp_path / "resumed") == read_metrics(tmp_path / "whole")
 
@@ -203,7 +235,9 @@ BAND = {
 }
 
 
-def test_after_five_steps_the_run_says_which_bands_leave_five_percent_outside(tmp_path: Path, capsys: Any) -> None:
+def test_after_five_steps_the_run_says_which_bands_leave_five_percent_outside(
+    tmp_path: Path, capsys: Any
+) -> None:
     history = [{"step": step, **BAND} for step in range(1, 9)]
     history[2]["actor/band_factor_p95_after_first"] = 50.0
     out = write(tmp_path, history, capsys)
@@ -216,16 +250,28 @@ def test_after_five_steps_the_run_says_which_bands_leave_five_percent_outside(tm
     assert "bands:" not in write(tmp_path, history[6:], capsys, start_step=6)
 
 
-def test_bands_that_are_too_narrow_are_a_warning_that_names_the_keys(tmp_path: Path, capsys: Any) -> None:
+def test_bands_that_are_too_narrow_are_a_warning_that_names_the_keys(
+    tmp_path: Path, capsys: Any
+) -> None:
     """The doctor and the run say the same of the paper's bands at 64 tokens, where they are 16 times too narrow."""
-    narrow = BAND | {"actor/band_factor_p95_after_first": 16.0, "actor/inside_band_frac_after_first": 0.3}
+    narrow = BAND | {
+        "actor/band_factor_p95_after_first": 16.0,
+        "actor/inside_band_frac_after_first": 0.3,
+    }
     history = [{"step": step, **narrow} for step in range(1, 9)]
     out = write(tmp_path, history, capsys)
     (warning,) = warnings_of(tmp_path)
     assert (warning["sign"], warning["step"], warning["since_step"]) == ("narrow_bands", 5, 1)
-    assert "70% of the responses" in warning["text"] and out.count("bands:") == 1 and warning["remedy"] in out
+    assert (
+        "70% of the responses" in warning["text"]
+        and out.count("bands:") == 1
+        and warning["remedy"] in out
+    )
     keys = "set actor.seq_clip_ratio_high=6.4e-03, actor.neg_seq_clip_ratio_low=4.8e-03, actor.neg_seq_clip_ratio_high"
-    assert warning["remedy"].startswith(keys) and "actor.band_scaling=length with bands of 4.0e-04" in warning["remedy"]
+    assert (
+        warning["remedy"].startswith(keys)
+        and "actor.band_scaling=length with bands of 4.0e-04" in warning["remedy"]
+    )
     assert how_to_set({}, scaled(1.0, 64)).startswith(keys)
     assert "band_scaling" not in how_to_set({"band_scaling": "length"}, 2.0)
     write(tmp_path / "resumed", history[:6], capsys)
@@ -234,6 +280,8 @@ def test_bands_that_are_too_narrow_are_a_warning_that_names_the_keys(tmp_path: P
 
 
 def test_without_a_second_mini_batch_there_is_no_advice(tmp_path: Path, capsys: Any) -> None:
-    assert "bands:" not in write(tmp_path, [{"step": step, "actor/grad_norm": 1.0} for step in range(9)], capsys)
+    assert "bands:" not in write(
+        tmp_path, [{"step": step, "actor/grad_norm": 1.0} for step in range(9)], capsys
+    )
     still = [{"step": step, **BAND, "actor/band_factor_p95_after_first": 0.0} for step in range(9)]
     assert "no sequence ratio has changed yet" in write(tmp_path / "still", still, capsys)

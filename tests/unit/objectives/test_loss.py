@@ -36,7 +36,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The arguments of verl's losses; the loss is the sum of log_prob."""
     recorded: list[dict[str, Any]] = []
 
-    def policy_loss(name: str, settings: Any, **arguments: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    def policy_loss(
+        name: str, settings: Any, **arguments: Any
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         recorded.append({"name": name, **arguments})
         return arguments["log_prob"].sum(), {}
 
@@ -78,7 +80,9 @@ def test_verls_function_gets_the_tokens_and_zeros_elsewhere(calls, loss):
     negative = 0.0 if loss == "positive_only" else -3.0
     assert arguments["advantages"].tolist() == [[2.0] * 3, [negative, 0.0, 0.0], [0.0] * 3]
     assert torch.equal(arguments["response_mask"], MASK)
-    assert (arguments["responses"], arguments["tokens"]) == (7, 31), "the denominators are the whole mini-batch's"
+    assert (arguments["responses"], arguments["tokens"]) == (7, 31), (
+        "the denominators are the whole mini-batch's"
+    )
     assert arguments["rollout_is_weights"] is None
     assert torch.equal(gradient, MASK.float())
 
@@ -95,7 +99,9 @@ def test_bypass_replaces_the_old_log_probs(calls):
     assert calls[0]["old_log_prob"].tolist() == masked(ROLLOUT)
 
 
-@pytest.mark.parametrize(("threshold", "kept"), [(0.01, [True, True]), (0.02, [True, False]), (0.04, [False, False])])
+@pytest.mark.parametrize(
+    ("threshold", "kept"), [(0.01, [True, True]), (0.02, [True, False]), (0.04, [False, False])]
+)
 def test_the_veto_takes_whole_responses_out_of_the_mask(calls, threshold, kept):
     """Response 0 has an old probability of e^-3.5 = 0.030, response 1 one of e^-4.5 = 0.011.
 
@@ -114,14 +120,20 @@ def test_a_rejection_sees_the_ratio_that_was_chosen(calls, monkeypatch, ratio, e
     """Old minus rollout log-probs are -0.25, and new minus rollout ones 0.25."""
     judged = []
 
-    def rejection_mask(log_ratio: torch.Tensor, mask: torch.Tensor, correction: Any) -> torch.Tensor:
+    def rejection_mask(
+        log_ratio: torch.Tensor, mask: torch.Tensor, correction: Any
+    ) -> torch.Tensor:
         judged.append(log_ratio)
         return mask & torch.tensor([[True, False, True]])
 
     monkeypatch.setattr(verl_functions, "rejection_mask", rejection_mask)
     call("grpo", rejected("token_k3", bound=0.1, rollout_rs_ratio=ratio))
     assert judged[0].tolist() == torch.where(MASK, expected, 0.0).tolist()
-    assert calls[0]["response_mask"].tolist() == [[True, False, True], [True, False, False], [False] * 3]
+    assert calls[0]["response_mask"].tolist() == [
+        [True, False, True],
+        [True, False, False],
+        [False] * 3,
+    ]
     assert calls[0]["log_prob"].tolist() == [[-1.0, 0.0, -3.0], [-4.0, 0.0, 0.0], [0.0] * 3]
 
 
@@ -144,11 +156,15 @@ def test_mis_gspo_weights_by_the_product_and_masks_above_its_cap(calls, monkeypa
 def test_tbpo_divides_by_the_whole_mini_batch_and_sees_what_is_accepted():
     """r = e^0.5 is above both bands, w = e^-0.25: -w 1.0004 * 2 and w 1.0007 * 3. A veto takes the second out."""
     settings = objective_settings(run_config("tbpo", {"veto_threshold": 0.001}))
-    loss, _ = objective_loss(LOG_PROB, OLD, ROLLOUT, ADVANTAGES, MASK, settings, responses=7, tokens=31)
+    loss, _ = objective_loss(
+        LOG_PROB, OLD, ROLLOUT, ADVANTAGES, MASK, settings, responses=7, tokens=31
+    )
     positive, negative = -math.exp(-0.25) * 1.0004 * 2, math.exp(-0.25) * 1.0007 * 3
     assert loss.item() == pytest.approx((positive + negative) / 7, rel=2e-6)
     vetoed = objective_settings(run_config("tbpo", {"veto_threshold": 0.02}))
-    loss, _ = objective_loss(LOG_PROB, OLD, ROLLOUT, ADVANTAGES, MASK, vetoed, responses=7, tokens=31)
+    loss, _ = objective_loss(
+        LOG_PROB, OLD, ROLLOUT, ADVANTAGES, MASK, vetoed, responses=7, tokens=31
+    )
     assert loss.item() == pytest.approx(positive / 7, rel=2e-6)
 
 
@@ -178,17 +194,26 @@ OWN_WEIGHTS: list[tuple[dict[str, Any], list[float]]] = [
     (weighted("geometric"), [2.0, 0.5]),
     (weighted("geometric", "clip"), [2.0, 0.5]),
     (weighted("geometric", "clip", rollout_is_threshold=1.25), [1.25, 0.8]),
-    (weighted("geometric", "clip", rollout_is_threshold=3.0, rollout_is_threshold_lower=0.75), [3.0, 0.75]),
+    (
+        weighted("geometric", "clip", rollout_is_threshold=3.0, rollout_is_threshold_lower=0.75),
+        [3.0, 0.75],
+    ),
     (weighted("geometric", "mask"), [0.0, 0.5]),
     (weighted("geometric", "mask", rollout_is_threshold=5.0), [4.0, 0.5]),
     (weighted("geometric", "icepop", rollout_is_threshold=5.0), [4.0, 0.5]),
     (weighted("geometric", "icepop", rollout_is_threshold=1.5), [0.0, 0.0]),
-    (weighted("geometric", "icepop", rollout_is_threshold=5.0, rollout_is_threshold_lower=0.6), [4.0, 0.0]),
+    (
+        weighted("geometric", "icepop", rollout_is_threshold=5.0, rollout_is_threshold_lower=0.6),
+        [4.0, 0.0],
+    ),
     # The products 16 and 1/2.
     (weighted("sequence", "clip", rollout_is_threshold=20.0), [16.0, 0.5]),
     (weighted("sequence", "clip", rollout_is_threshold=1.25), [1.25, 0.8]),
     # Divided by the mean over responses, (3 + 1/2) / 2 = 7/4, with the bounds applied first.
-    (weighted("geometric", rollout_is_threshold=3.0, rollout_is_batch_normalize=True), [12 / 7, 2 / 7]),
+    (
+        weighted("geometric", rollout_is_threshold=3.0, rollout_is_batch_normalize=True),
+        [12 / 7, 2 / 7],
+    ),
 ]
 
 
@@ -199,7 +224,9 @@ def test_weights_that_verl_lacks(correction, expected):
     weight = correction_weights(old, rollout, mask, settings)
     assert weight is not None
     first, second = expected
-    torch.testing.assert_close(weight, torch.tensor([[first, first], [second, 0.0]]), rtol=2e-6, atol=0)
+    torch.testing.assert_close(
+        weight, torch.tensor([[first, first], [second, 0.0]]), rtol=2e-6, atol=0
+    )
 
 
 def test_the_mean_of_token_weights_is_over_tokens():
@@ -209,7 +236,9 @@ def test_the_mean_of_token_weights_is_over_tokens():
     correction["rollout_is_batch_normalize"] = True
     settings = objective_settings(run_config("grpo", correction)).correction
     expected = torch.tensor([[12 / 13, 24 / 13], [3 / 13, 0.0]])
-    torch.testing.assert_close(correction_weights(old, rollout, mask, settings), expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close(
+        correction_weights(old, rollout, mask, settings), expected, rtol=2e-6, atol=0
+    )
 
 
 def test_a_log_ratio_above_20_is_clipped_before_the_exponential():
@@ -225,7 +254,9 @@ def test_without_a_weight_or_a_token_there_is_none():
     old, rollout, mask = mismatch([2.0, 8.0], [0.5])
     plain = objective_settings(run_config("grpo", {})).correction
     assert correction_weights(old, rollout, mask, plain) is None
-    both = objective_settings(run_config("grpo", weighted("token") | rejected("seq_sum_k1", bound=0.1))).correction
+    both = objective_settings(
+        run_config("grpo", weighted("token") | rejected("seq_sum_k1", bound=0.1))
+    ).correction
     empty = torch.zeros_like(mask)
     weight = correction_weights(old, rollout, empty, both)
     assert weight is not None and not weight.any()
@@ -238,7 +269,10 @@ def test_without_a_weight_or_a_token_there_is_none():
         (weighted("token"), 2.0),
         (weighted("sequence", rollout_is_threshold=3.5), 3.5),
         (weighted("token", "icepop"), "0.5_2.0"),
-        (weighted("token", "icepop", rollout_is_threshold=4.0, rollout_is_threshold_lower=0.125), "0.125_4.0"),
+        (
+            weighted("token", "icepop", rollout_is_threshold=4.0, rollout_is_threshold_lower=0.125),
+            "0.125_4.0",
+        ),
         (weighted("token", "mask"), "1e-30_2.0"),
     ],
     ids=str,
@@ -257,7 +291,10 @@ def test_bounds_of_weights_in_verls_notation(correction, expected):
     ids=str,
 )
 def test_bounds_of_rejections_in_verls_notation(correction, expected):
-    assert rejection_bounds(objective_settings(run_config("grpo", correction)).correction).split(",") == expected
+    assert (
+        rejection_bounds(objective_settings(run_config("grpo", correction)).correction).split(",")
+        == expected
+    )
 
 
 @pytest.mark.parametrize("option", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
@@ -273,7 +310,12 @@ def test_bounds_of_k1_are_ratios_in_verl(option):
 
 @pytest.mark.parametrize(
     ("loss", "low", "high"),
-    [("grpo", 0.2, 0.2), ("dual_clip", 0.2, 0.2), ("positive_only", 0.2, 0.2), ("gspo", 3e-4, 4e-4)],
+    [
+        ("grpo", 0.2, 0.2),
+        ("dual_clip", 0.2, 0.2),
+        ("positive_only", 0.2, 0.2),
+        ("gspo", 3e-4, 4e-4),
+    ],
 )
 def test_clip_ratios_that_are_not_set_are_the_papers(loss, low, high):
     settings = objective_settings(run_config(loss, {}))

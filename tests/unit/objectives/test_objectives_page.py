@@ -54,7 +54,11 @@ def test_every_key_of_the_section_is_on_the_page() -> None:
 def test_the_variants_of_the_paper_are_configs_that_run() -> None:
     """The keys of the table, as they stand there."""
     section = PAGE.partition("| variant |")[2].partition("\n## ")[0]
-    rows = [re.findall(r"`(\w+): ([^`]+)`", line) for line in section.splitlines() if line.startswith("| ")]
+    rows = [
+        re.findall(r"`(\w+): ([^`]+)`", line)
+        for line in section.splitlines()
+        if line.startswith("| ")
+    ]
     assert [len(row) for row in rows] == [3, 1, 4, 1]
     whole: dict[str, object] = {}
     for row in rows:
@@ -77,9 +81,29 @@ def test_the_variants_of_the_paper_are_configs_that_run() -> None:
         *((loss, {}, "dr_grpo") for loss in ("tbpo", "gspo", "mis_gspo", "sapo")),
         ("grpo", {"rollout_rs": "seq_sum_k3"}, "grpo"),
         ("grpo", {"rollout_rs_threshold": 0.1}, "grpo"),
-        ("grpo", {"rollout_rs": ["seq_sum_k3", "token_k2"], "rollout_rs_threshold": [1.0, 1.0, 1.0]}, "grpo"),
-        ("grpo", {"rollout_rs": "seq_sum_k3", "rollout_rs_threshold": 1, "rollout_rs_threshold_lower": -1.0}, "grpo"),
-        ("grpo", {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 1, "rollout_rs_threshold_lower": 1.0}, "grpo"),
+        (
+            "grpo",
+            {"rollout_rs": ["seq_sum_k3", "token_k2"], "rollout_rs_threshold": [1.0, 1.0, 1.0]},
+            "grpo",
+        ),
+        (
+            "grpo",
+            {
+                "rollout_rs": "seq_sum_k3",
+                "rollout_rs_threshold": 1,
+                "rollout_rs_threshold_lower": -1.0,
+            },
+            "grpo",
+        ),
+        (
+            "grpo",
+            {
+                "rollout_rs": "seq_sum_k1",
+                "rollout_rs_threshold": 1,
+                "rollout_rs_threshold_lower": 1.0,
+            },
+            "grpo",
+        ),
         ("grpo", {"rollout_is": "token", "rollout_is_threshold_lower": 0.5}, "grpo"),
         ("grpo", {"rollout_is_mode": "mask"}, "grpo"),
         ("grpo", {"rollout_is_batch_normalize": True}, "grpo"),
@@ -87,7 +111,9 @@ def test_the_variants_of_the_paper_are_configs_that_run() -> None:
         ("grpo", {"rollout_rs_ratio": "ppo"}, "grpo"),
     ],
 )
-def test_what_contradicts_itself_is_refused(loss: str, correction: dict[str, object], estimator: str) -> None:
+def test_what_contradicts_itself_is_refused(
+    loss: str, correction: dict[str, object], estimator: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         run_config(loss, correction, algorithm={"adv_estimator": estimator})
     assert all(problem.reason and problem.fix for problem in caught.value.problems)
@@ -104,7 +130,9 @@ OTHERS = "because the old log-probs are the rollout's"
     ("correction", "words"),
     [(VETO, "veto_threshold"), (BYPASS, "bypass_mode"), (WEIGHT, OTHERS), (REJECTION, OTHERS)],
 )
-def test_what_needs_the_trainers_old_log_probs_is_refused_with_the_rollouts(correction: Any, words: str) -> None:
+def test_what_needs_the_trainers_old_log_probs_is_refused_with_the_rollouts(
+    correction: Any, words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         run_config("grpo", correction, old_log_probs="rollout")
     assert run_config("grpo", correction, old_log_probs="auto")

@@ -8,7 +8,10 @@ from muon import SingleDeviceMuonWithAuxAdam
 
 from qarl.optim.muon_adamw import MuonAdamW
 
-SHAPES = {"model.layers.0.mlp.up_proj.weight": (24, 8), "model.layers.0.mlp.down_proj.weight": (8, 24)}
+SHAPES = {
+    "model.layers.0.mlp.up_proj.weight": (24, 8),
+    "model.layers.0.mlp.down_proj.weight": (8, 24),
+}
 SHAPES |= {"model.norm.weight": (8,), "model.embed_tokens.weight": (16, 8)}
 UPDATES = 5
 ADAM = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -16,7 +19,10 @@ ADAM = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
 def parameters() -> dict[str, torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    return {
+        name: torch.nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in SHAPES.items()
+    }
 
 
 def set_gradients(weights: dict[str, torch.nn.Parameter], update: int) -> None:
@@ -64,6 +70,8 @@ def test_another_name_or_seed_rounds_with_other_bits(other: dict[str, object]) -
         keys = {"name": "a", "seed": 0} | change
         weight = torch.nn.Parameter(torch.full((4096,), 1.75, dtype=torch.bfloat16))
         weight.grad = torch.ones_like(weight)
-        MuonAdamW([(str(keys["name"]), weight)], lr=2.0**-8, eps=0.0, seed=int(str(keys["seed"]))).step()
+        MuonAdamW(
+            [(str(keys["name"]), weight)], lr=2.0**-8, eps=0.0, seed=int(str(keys["seed"]))
+        ).step()
         moved.append(weight.detach() != 1.75)
     assert abs(int((moved[0] != moved[1]).sum()) - 2048) < 160

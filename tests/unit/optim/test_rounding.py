@@ -33,7 +33,9 @@ def test_random_bits_are_the_upper_bits_of_splitmix64() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("at_a_time", [7, 2**24])
-def test_parts_are_rounded_as_the_whole(dim: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_rounded_as_the_whole(
+    dim: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rounding, "_AT_A_TIME_ON_CPU", at_a_time)
     source = torch.randn(5, 6, 7, generator=torch.Generator().manual_seed(1))
     whole = stochastic_round(source, KEY)
@@ -41,7 +43,9 @@ def test_parts_are_rounded_as_the_whole(dim: int, at_a_time: int, monkeypatch: p
     for start, stop in ((0, 2), (2, size), (3, 3)):
         region = Region(tuple(source.shape), dim, start, stop)
         part = source.narrow(dim, start, stop - start).contiguous()
-        assert same_bytes(stochastic_round(part, KEY, region), whole.narrow(dim, start, stop - start).contiguous())
+        assert same_bytes(
+            stochastic_round(part, KEY, region), whole.narrow(dim, start, stop - start).contiguous()
+        )
 
 
 def test_stochastic_rounding_is_unbiased() -> None:
@@ -51,14 +55,18 @@ def test_stochastic_rounding_is_unbiased() -> None:
     for update, sign in enumerate((1.0, -1.0)):
         for fraction in (0.0625, 0.3, 0.5, 0.9):
             value = torch.tensor(sign * (low + fraction * (high - low)))
-            rounded = stochastic_round(value.repeat(draws), rounding_key(0, str(fraction), update)).double()
+            rounded = stochastic_round(
+                value.repeat(draws), rounding_key(0, str(fraction), update)
+            ).double()
             assert set(rounded.abs().unique().tolist()) == {low, high}
             standard_error = (high - low) * math.sqrt(fraction * (1 - fraction) / draws)
             assert abs(rounded.mean() - value.double()) < 5 * standard_error
 
 
 def test_stochastic_rounding_keeps_every_bf16_number() -> None:
-    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    every = (
+        torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    )
     rounded = stochastic_round(every.float(), KEY)
     numbers = ~every.isnan()
     assert same_bytes(rounded[numbers], every[numbers])
@@ -81,5 +89,10 @@ def test_every_update_of_the_optimizer_draws_new_bits() -> None:
 
 
 def test_a_key_depends_on_seed_name_and_update() -> None:
-    keys = [rounding_key(seed, name, update) for seed in (0, 1) for name in ("a", "b") for update in (1, 2)]
+    keys = [
+        rounding_key(seed, name, update)
+        for seed in (0, 1)
+        for name in ("a", "b")
+        for update in (1, 2)
+    ]
     assert len(set(keys)) == len(keys)

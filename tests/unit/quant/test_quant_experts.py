@@ -18,7 +18,14 @@ from torch import nn
 from qarl.align.levels import bf16_experts
 from qarl.errors import UserError
 from qarl.kernels.registry import BF16_KERNELS, EXPERTS_KERNELS
-from qarl.quant import QuantExperts, Scheme, get_scheme, invalidate_quantized, packed_state_dict, quantize_model
+from qarl.quant import (
+    QuantExperts,
+    Scheme,
+    get_scheme,
+    invalidate_quantized,
+    packed_state_dict,
+    quantize_model,
+)
 from qarl.quant.convert import linear_shapes, select_linears
 from qarl.quant.experts import STACKS, ExpertsInOneCopy, unstacked, unstacked_shapes
 
@@ -36,7 +43,10 @@ def make_experts(seed: int = 0) -> Any:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
     config = transformers.Qwen3MoeConfig(
-        hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, num_experts=EXPERTS, num_experts_per_tok=2
+        hidden_size=HIDDEN,
+        moe_intermediate_size=INTERMEDIATE,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
     )
     torch.manual_seed(seed)
     experts = Qwen3MoeExperts(config).bfloat16()
@@ -47,7 +57,9 @@ def make_experts(seed: int = 0) -> Any:
 
 
 def make_layer(scheme: str = "w4a16", seed: int = 0, **options: Any) -> QuantExperts:
-    return QuantExperts(make_experts(seed), get_scheme(scheme, GROUP), qualified_name="mlp.experts", **options)
+    return QuantExperts(
+        make_experts(seed), get_scheme(scheme, GROUP), qualified_name="mlp.experts", **options
+    )
 
 
 ROUTINGS: dict[str, list[list[int]]] = {
@@ -70,25 +82,38 @@ def multiplied(layer: QuantExperts, leaf: str) -> torch.Tensor:
     named = dict(stack.named())
 
     def restored(matrix: str) -> torch.Tensor:
-        parts = {name.rpartition(".")[2]: tensor for name, tensor in named.items() if name.startswith(f"{matrix}.")}
+        parts = {
+            name.rpartition(".")[2]: tensor
+            for name, tensor in named.items()
+            if name.startswith(f"{matrix}.")
+        }
         if "weight" in parts:
             return parts["weight"].double() * parts["weight_scale"].double()
         return PRESETS["w4a16"][1].decompress(parts, w4a16)["weight"].double()
 
-    of_expert = [[f"mlp.experts.{expert}.{matrix}" for matrix in STACKS[leaf]] for expert in range(EXPERTS)]
+    of_expert = [
+        [f"mlp.experts.{expert}.{matrix}" for matrix in STACKS[leaf]] for expert in range(EXPERTS)
+    ]
     return torch.stack([torch.cat([restored(matrix) for matrix in names]) for names in of_expert])
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(("scheme", "kernel"), KERNELS)
-def test_forward_and_all_gradients_against_a_float64_loop_over_experts(scheme: str, kernel: str, routing: str) -> None:
+def test_forward_and_all_gradients_against_a_float64_loop_over_experts(
+    scheme: str, kernel: str, routing: str
+) -> None:
     """In norm: 0.6% of the output, 1% of each gradient. BF16 rounds an element by at most 0.4%, some times in a row.
     2% of the routing weights' gradients: each is a sum over a token's outputs, whose terms cancel."""
     try:
         layer, ids = make_layer(scheme, kernel=kernel), torch.tensor(ROUTINGS[routing])
     except UserError as error:
         pytest.skip(str(error))  # this machine cannot run the kernel; the error says why
-    x = torch.randn(len(ids), HIDDEN).mul(torch.randn(len(ids), 1).exp()).bfloat16().requires_grad_()
+    x = (
+        torch.randn(len(ids), HIDDEN)
+        .mul(torch.randn(len(ids), 1).exp())
+        .bfloat16()
+        .requires_grad_()
+    )
     weights = torch.rand(ids.shape).add(0.1).bfloat16().requires_grad_()
     grad = torch.randn(len(ids), HIDDEN).bfloat16()
     y = layer(x, ids, weights)
@@ -99,8 +124,14 @@ def test_forward_and_all_gradients_against_a_float64_loop_over_experts(scheme: s
     expected = exact(scheme, inputs[0], inputs[1], ids, *stacks)
     expected.backward(grad.double())
     assert y.dtype == torch.bfloat16 and off(y, expected) < 0.006
-    for tensor, other in zip((x, weights, layer.gate_up_proj, layer.down_proj), (*inputs, *stacks), strict=True):
-        assert tensor.grad is not None and other.grad is not None and tensor.grad.dtype == torch.bfloat16
+    for tensor, other in zip(
+        (x, weights, layer.gate_up_proj, layer.down_proj), (*inputs, *stacks), strict=True
+    ):
+        assert (
+            tensor.grad is not None
+            and other.grad is not None
+            and tensor.grad.dtype == torch.bfloat16
+        )
         assert off(tensor.grad, other.grad) < (0.02 if tensor is weights else 0.01)
     idle = [expert for expert in range(EXPERTS) if expert not in ids]
     for stack in (layer.gate_up_proj, layer.down_proj):
@@ -108,12 +139,17 @@ def test_forward_and_all_gradients_against_a_float64_loop_over_experts(scheme: s
 
 
 @pytest.mark.parametrize(("scheme", "kernel"), [case for case in KERNELS if case[0] != "bf16"])
-def test_frozen_experts_have_the_same_bits_from_the_published_tensors_alone(scheme: str, kernel: str) -> None:
+def test_frozen_experts_have_the_same_bits_from_the_published_tensors_alone(
+    scheme: str, kernel: str
+) -> None:
     try:
         layer = make_layer(scheme, kernel=kernel)
     except UserError as error:
         pytest.skip(str(error))  # this machine cannot run the kernel; the error says why
-    inputs = torch.randn(7, HIDDEN).bfloat16().requires_grad_(), torch.rand(7, 2).bfloat16().requires_grad_()
+    inputs = (
+        torch.randn(7, HIDDEN).bfloat16().requires_grad_(),
+        torch.rand(7, 2).bfloat16().requires_grad_(),
+    )
 
     def results() -> list[torch.Tensor]:
         y = layer(inputs[0], torch.tensor(ROUTINGS["one has no token, one has one"]), inputs[1])
@@ -124,7 +160,9 @@ def test_frozen_experts_have_the_same_bits_from_the_published_tensors_alone(sche
     layer.freeze()
     assert isinstance(layer.low_bit(), ExpertsInOneCopy), "a second copy stays"
     for leaf, stack in layer.quantized().items():
-        assert all(same_bytes(stack.tensors[name], tensor) for name, tensor in published[leaf].items())
+        assert all(
+            same_bytes(stack.tensors[name], tensor) for name, tensor in published[leaf].items()
+        )
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(results(), before, strict=True))
 
 
@@ -134,7 +172,9 @@ def test_bytes_are_those_of_each_matrix_compressed_alone_by_compressed_tensors(s
     with torch.no_grad():
         layer.gate_up_proj[1, :INTERMEDIATE] *= 100  # a scale of gate must not reach up
         layer.down_proj[2] = 0
-    tensors = {name: tensor for stack in layer.quantized().values() for name, tensor in stack.named()}
+    tensors = {
+        name: tensor for stack in layer.quantized().values() for name, tensor in stack.named()
+    }
     for expert in range(EXPERTS):
         gate, up = layer.gate_up_proj[expert].detach().chunk(2)
         down = layer.down_proj[expert].detach()
@@ -149,7 +189,11 @@ def test_bytes_are_those_of_each_matrix_compressed_alone_by_compressed_tensors(s
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quantized_once_per_update_and_again_after_it(scheme: str) -> None:
     layer = make_layer(scheme)
-    x, ids, weights = torch.randn(4, HIDDEN).bfloat16(), torch.tensor([[0, 1]] * 4), torch.full((4, 2), 0.5)
+    x, ids, weights = (
+        torch.randn(4, HIDDEN).bfloat16(),
+        torch.tensor([[0, 1]] * 4),
+        torch.full((4, 2), 0.5),
+    )
     before = layer(x, ids, weights)
     made = layer._low_bit
     assert torch.equal(layer(x, ids, weights), before) and layer._low_bit is made
@@ -183,7 +227,9 @@ def test_what_cannot_be_multiplied_is_refused_by_name() -> None:
     layer = make_layer()
     with torch.no_grad():
         layer.down_proj[3, 0, 0] = torch.nan
-    with pytest.raises(UserError, match=r"1 of the \d+ values of .*mlp\.experts\.down_proj are NaN"):
+    with pytest.raises(
+        UserError, match=r"1 of the \d+ values of .*mlp\.experts\.down_proj are NaN"
+    ):
         layer.quantized()
 
 
@@ -202,7 +248,11 @@ def test_the_model_is_converted_and_published_matrix_by_matrix(folder: Any, sche
     keys = list(model.state_dict())
     report = quantize_model(model, scheme=scheme, group_size=GROUP)
     assert list(model.state_dict()) == keys
-    assert len(report.quantized) == 2 * 4 and list(report.skipped) == ["lm_head"] and not report.unmatched_ignore
+    assert (
+        len(report.quantized) == 2 * 4
+        and list(report.skipped) == ["lm_head"]
+        and not report.unmatched_ignore
+    )
     assert list(report.experts) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     assert "8 linears and the experts of 2 layers" in str(report)
     assert isinstance(model.model.layers[0].mlp.experts, QuantExperts)
@@ -211,8 +261,12 @@ def test_the_model_is_converted_and_published_matrix_by_matrix(folder: Any, sche
     assert published.keys() == unaligned.keys()
     for name, tensor in published.items():
         assert same_bytes(tensor, unaligned[name])
-    quantized = {name.removesuffix(".weight_scale") for name in published if name.endswith("_scale")}
-    assert len(quantized) == 2 * (4 + 3 * 4) and "model.layers.1.mlp.experts.3.down_proj" in quantized
+    quantized = {
+        name.removesuffix(".weight_scale") for name in published if name.endswith("_scale")
+    }
+    assert (
+        len(quantized) == 2 * (4 + 3 * 4) and "model.layers.1.mlp.experts.3.down_proj" in quantized
+    )
     assert published["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
     assert not [name for name in published if name.endswith(("gate_up_proj", "experts.down_proj"))]
 
@@ -229,7 +283,9 @@ def test_bf16_is_published_under_the_names_that_save_pretrained_writes(folder: A
     for name, experts in aligned.items():
         model.set_submodule(name, experts)
     assert dict(packed_state_dict(model)).keys() == saved.keys()
-    assert all(layer.stale for layer in aligned.values()), "a kernel got the weights, which FSDP2 may have sharded"
+    assert all(layer.stale for layer in aligned.values()), (
+        "a kernel got the weights, which FSDP2 may have sharded"
+    )
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     assert unstacked_shapes(shapes) == {name: tuple(t.shape) for name, t in saved.items()}
     parts = dict(unstacked(model.state_dict().items()))
@@ -264,7 +320,9 @@ def test_routers_and_gates_of_shared_experts_are_never_quantized() -> None:
     assert set(select_linears(model, get_scheme("bf16"), ())[1].values()) == {"scheme bf16"}
     with pytest.raises(UserError, match="it is a list of names"):
         quantize_model(model, ignore="lm_head")
-    assert len(selected) == 4 + 3 * 4 + 3 + 1 and not any(name.endswith("gate") for name in selected)
+    assert len(selected) == 4 + 3 * 4 + 3 + 1 and not any(
+        name.endswith("gate") for name in selected
+    )
     assert linear_shapes(model)["model.layers.0.mlp.experts.3.down_proj"] == (64, 32)
     with pytest.raises(UserError, match=r"experts\.0\.down_proj has shape \[64, 32\]"):
         select_linears(model, get_scheme("w4a16", 64), ())

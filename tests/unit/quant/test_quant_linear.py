@@ -26,15 +26,26 @@ from qarl.quant import (
     quantize_model,
 )
 
-KERNELS = [(scheme, kernel.name) for scheme, kernels in LINEAR_KERNELS.items() for kernel in kernels]
+KERNELS = [
+    (scheme, kernel.name) for scheme, kernels in LINEAR_KERNELS.items() for kernel in kernels
+]
 
 
 def make_layer(
-    out_features=96, in_features=64, *, bias=True, scheme="w4a16", group_size=32, kernel=None, seed=0
+    out_features=96,
+    in_features=64,
+    *,
+    bias=True,
+    scheme="w4a16",
+    group_size=32,
+    kernel=None,
+    seed=0,
 ) -> QuantLinear:
     torch.manual_seed(seed)
     linear = nn.Linear(in_features, out_features, bias=bias, dtype=torch.bfloat16)
-    return QuantLinear(linear, get_scheme(scheme, group_size), qualified_name="layer", kernel=kernel)
+    return QuantLinear(
+        linear, get_scheme(scheme, group_size), qualified_name="layer", kernel=kernel
+    )
 
 
 def dequantized_weight(layer: QuantLinear) -> torch.Tensor:
@@ -43,7 +54,10 @@ def dequantized_weight(layer: QuantLinear) -> torch.Tensor:
     if layer.scheme.format != "pack-quantized":
         return tensors["weight"].double() * tensors["weight_scale"].double()
     q = unpack_from_int32(tensors["weight_packed"], 4, torch.Size(tensors["weight_shape"].tolist()))
-    exact = q.double() * tensors["weight_scale"].repeat_interleave(layer.scheme.group_size, dim=1).double()
+    exact = (
+        q.double()
+        * tensors["weight_scale"].repeat_interleave(layer.scheme.group_size, dim=1).double()
+    )
     return rounded(exact) if layer.scheme.name == "w4a16" else exact
 
 
@@ -53,7 +67,9 @@ def dequantized_input(layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
         return x.double()
     if layer.kernel is VllmCpuInt8TilesLinear:
         return layer.kernel.dequantized_input(x).double()
-    values, scale = (quantize_int8 if layer.scheme.input_activations.type == "int" else quantize_fp8)(x)
+    values, scale = (
+        quantize_int8 if layer.scheme.input_activations.type == "int" else quantize_fp8
+    )(x)
     return values.double() * scale.double()
 
 
@@ -79,12 +95,16 @@ def assert_is_one_rounding_of(
 @pytest.mark.parametrize(("rows", "bias"), [(1, True), (7, False), (300, True)])
 @pytest.mark.parametrize("shape", [(96, 64), (33, 96), (256, 384)])
 @pytest.mark.parametrize(("scheme", "kernel"), KERNELS)
-def test_forward_and_gradients_match_float64_autograd_on_the_dequantized_operands(scheme, kernel, shape, rows, bias):
+def test_forward_and_gradients_match_float64_autograd_on_the_dequantized_operands(
+    scheme, kernel, shape, rows, bias
+):
     try:
         layer = make_layer(*shape, bias=bias, scheme=scheme, kernel=kernel)
     except UserError as error:
         pytest.skip(str(error))
-    x = torch.randn(rows, shape[1]) * torch.randn(rows, 1).exp() * torch.randn(shape[1]).exp()  # with outliers
+    x = (
+        torch.randn(rows, shape[1]) * torch.randn(rows, 1).exp() * torch.randn(shape[1]).exp()
+    )  # with outliers
     x[1:2] = 0
     x = x.bfloat16().requires_grad_()
     grad = torch.randn(rows, shape[0]).bfloat16()
@@ -92,7 +112,9 @@ def test_forward_and_gradients_match_float64_autograd_on_the_dequantized_operand
     y.backward(grad)
     x_hat, weight = dequantized_input(layer, x.detach()), dequantized_weight(layer)
     exact = F.linear(x_hat, weight, layer.bias.double() if bias else None)
-    assert_is_one_rounding_of(y, exact, x_hat.abs() @ weight.abs().t(), other_half(layer, x.detach(), weight))
+    assert_is_one_rounding_of(
+        y, exact, x_hat.abs() @ weight.abs().t(), other_half(layer, x.detach(), weight)
+    )
     # The backward multiplies the same operands in BF16.
     x_hat, weight = rounded(x_hat).requires_grad_(), rounded(weight).requires_grad_()
     F.linear(x_hat, weight).backward(grad.double())
@@ -100,12 +122,16 @@ def test_forward_and_gradients_match_float64_autograd_on_the_dequantized_operand
     assert_is_one_rounding_of(x.grad, x_hat.grad, size @ weight.abs())
     assert_is_one_rounding_of(layer.weight.grad, weight.grad, size.t() @ x_hat.abs())
     if bias:
-        torch.testing.assert_close(layer.bias.grad.double(), grad.double().sum(0), rtol=2**-7, atol=1e-2)
+        torch.testing.assert_close(
+            layer.bias.grad.double(), grad.double().sum(0), rtol=2**-7, atol=1e-2
+        )
 
 
 def is_current(layer: QuantLinear) -> bool:
     expected = quantize(layer.weight.detach(), layer.scheme).tensors
-    return all(same_bytes(tensor, expected[name]) for name, tensor in layer.quantized().tensors.items())
+    return all(
+        same_bytes(tensor, expected[name]) for name, tensor in layer.quantized().tensors.items()
+    )
 
 
 def test_quantized_once_per_update_and_again_after_it():
@@ -139,7 +165,9 @@ def test_the_gradient_after_an_update_is_that_of_the_new_weight(scheme, kernel):
         x = torch.randn(8, 64).bfloat16().requires_grad_()
         layer(x).backward(grad)
         weight = rounded(dequantized_weight(layer))
-        assert_is_one_rounding_of(x.grad, grad.double() @ weight, grad.double().abs() @ weight.abs())
+        assert_is_one_rounding_of(
+            x.grad, grad.double() @ weight, grad.double().abs() @ weight.abs()
+        )
         with torch.no_grad():
             layer.weight.copy_(torch.randn(96, 64))
 
@@ -192,7 +220,9 @@ def linears(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
 
 
 def test_models_that_cannot_be_quantized_are_refused_and_ignored_names_reported():
-    with pytest.raises(UserError, match=r"(?s)1 linears cannot.*0 has shape \[64, 48\].*group_size"):
+    with pytest.raises(
+        UserError, match=r"(?s)1 linears cannot.*0 has shape \[64, 48\].*group_size"
+    ):
         quantize_model(linears(48, 64, 64), group_size=32)
     with pytest.raises(UserError, match="not bfloat16"):
         quantize_model(linears(32, 32, dtype=torch.float32), group_size=32)

@@ -44,7 +44,9 @@ def local_gradients(scheme: str, inputs: list[int]) -> list[dict[str, torch.Tens
     for number in inputs:
         model = local_model(scheme)
         loss_of(model(make_input(number)), number).backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        )
     return gradients
 
 
@@ -85,7 +87,9 @@ def test_micro_batches_accumulate(results: Results, world: int, scheme: str) -> 
 
 
 @CASES
-def test_what_is_published_is_what_one_process_publishes(results: Results, world: int, scheme: str) -> None:
+def test_what_is_published_is_what_one_process_publishes(
+    results: Results, world: int, scheme: str
+) -> None:
     expected = dict(packed_state_dict(local_model(scheme), stacks=True))
     for rank in results(world, scheme):
         for published in (rank["published"], rank["unconverted"]):
@@ -113,9 +117,17 @@ def test_each_rank_quantizes_once_per_update_and_clips_by_the_whole_norm(
 ) -> None:
     """Gathered tensors are freed after the forward."""
     for rank in results(world, scheme):
-        assert set(rank["before"]) == {1} and set(rank["after"]) == {2} and set(rank["third"]) == {3}
-        assert all(rank["moved"]) and len(rank["stored_bytes"]) == 8 and set(rank["stored_bytes"]) == {0}
-        expected = torch.stack([tensor.double().norm() for tensor in rank["gradients"].values()]).norm()
+        assert (
+            set(rank["before"]) == {1} and set(rank["after"]) == {2} and set(rank["third"]) == {3}
+        )
+        assert (
+            all(rank["moved"])
+            and len(rank["stored_bytes"]) == 8
+            and set(rank["stored_bytes"]) == {0}
+        )
+        expected = torch.stack(
+            [tensor.double().norm() for tensor in rank["gradients"].values()]
+        ).norm()
         assert float(rank["norm"]) == pytest.approx(float(expected), rel=1e-6)
 
 
@@ -130,7 +142,9 @@ def test_marlins_layout_is_made_once_and_gathered(results: Results, world: int) 
         assert torch.equal(wire["loss"], marlin["loss"])
         for part in ("gradients", "published"):
             assert wire[part].keys() == marlin[part].keys()
-            assert all(same_bytes(marlin[part][name], tensor) for name, tensor in wire[part].items())
+            assert all(
+                same_bytes(marlin[part][name], tensor) for name, tensor in wire[part].items()
+            )
 
 
 def padded(shape: torch.Size, world: int) -> int:
@@ -138,7 +152,9 @@ def padded(shape: torch.Size, world: int) -> int:
 
 
 @pytest.mark.parametrize(("world", "scheme"), list(product(WORLDS[1:], SCHEMES)))
-def test_the_bytes_of_quantized_weights_on_the_wire(results: Results, world: int, scheme: str) -> None:
+def test_the_bytes_of_quantized_weights_on_the_wire(
+    results: Results, world: int, scheme: str
+) -> None:
     """Codes and scales, and for all other parameters BF16. FSDP2 pads every shard to the first one's rows."""
     expected = 0
     for name, parameter in make_model().named_parameters():
@@ -153,10 +169,16 @@ def test_the_bytes_of_quantized_weights_on_the_wire(results: Results, world: int
 
 
 @CASES
-def test_a_bad_weight_on_one_rank_is_an_error_on_all(results: Results, world: int, scheme: str) -> None:
+def test_a_bad_weight_on_one_rank_is_an_error_on_all(
+    results: Results, world: int, scheme: str
+) -> None:
     first, *others = (rank["nan"] for rank in results(world, scheme))
     assert all("values of blocks.0.experts.down_proj are NaN or Inf" in text for text in first)
-    assert all("rank 0 could not quantize its part of the weights" in text for texts in others for text in texts)
+    assert all(
+        "rank 0 could not quantize its part of the weights" in text
+        for texts in others
+        for text in texts
+    )
 
 
 def test_a_weight_that_changes_between_forward_and_backward_is_refused(results: Results) -> None:

@@ -16,7 +16,18 @@ from qarl.metrics.validation import sources_metrics
 from qarl.report import page
 from qarl.report.page import contents, update_report, write_report
 
-NAMES = ("openai/gsm8k", "", "two words", "$cost_$x^{", "_private", "漢字", "a\nb", "x" * 300, "</script>", "nan")
+NAMES = (
+    "openai/gsm8k",
+    "",
+    "two words",
+    "$cost_$x^{",
+    "_private",
+    "漢字",
+    "a\nb",
+    "x" * 300,
+    "</script>",
+    "nan",
+)
 STEP = {"timing_s/step": 1.0, "critic/score/mean": 0.5, "mismatch/k3": 1e-4}
 NUMBERS = {
     "NaN": math.nan, "infinite": math.inf, "zero": 0.0, "negative": -1.0, "the largest": 1.7e308,
@@ -26,7 +37,9 @@ NUMBERS = {
 
 def write(folder: Path, entries: list[dict[str, Any]]) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(json_safe(entry)) + "\n" for entry in entries))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(json_safe(entry)) + "\n" for entry in entries)
+    )
     return folder
 
 
@@ -48,8 +61,13 @@ def test_data_sources_of_any_name_have_a_line(tmp_path):
 
 @pytest.mark.parametrize("case", NUMBERS)
 def test_numbers_that_no_axis_shows_are_left_out(tmp_path, case):
-    odd = dict.fromkeys([*STEP, "val/accuracy", "actor/grad_norm", "rollout/entropy"], NUMBERS[case])
-    run = write(tmp_path, [{"step": 1} | STEP | {"val/accuracy": 0.5}, {"step": 2} | odd, {"step": 3} | STEP])
+    odd = dict.fromkeys(
+        [*STEP, "val/accuracy", "actor/grad_norm", "rollout/entropy"], NUMBERS[case]
+    )
+    run = write(
+        tmp_path,
+        [{"step": 1} | STEP | {"val/accuracy": 0.5}, {"step": 2} | odd, {"step": 3} | STEP],
+    )
     assert {path.stem for path in plot_run(run)} >= {"reward", "k3", "accuracy"}
     assert shown(run)["step"] == 3
 

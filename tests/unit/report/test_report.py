@@ -17,8 +17,22 @@ import torch
 from checkout import ROOT
 
 from qarl.report.__main__ import main
-from qarl.report.page import MOST_POINTS, SAMPLE_CHARACTERS, contents, fitting_samples, series_of, write_report
-from qarl.report.samples import ENDS, append_samples, choose_rows, is_logged, make_sample, read_samples
+from qarl.report.page import (
+    MOST_POINTS,
+    SAMPLE_CHARACTERS,
+    contents,
+    fitting_samples,
+    series_of,
+    write_report,
+)
+from qarl.report.samples import (
+    ENDS,
+    append_samples,
+    choose_rows,
+    is_logged,
+    make_sample,
+    read_samples,
+)
 
 STEPS = 500
 HOSTILE = "</script><script>document.title='broken'</script><img src=x onerror=alert(1)> <!-- & \u2028 @@DATA@@ 漢"
@@ -35,7 +49,10 @@ def metrics_of(step: int) -> dict[str, Any]:
         "mismatch/k3": 1e-4 * (1 + wave) * (100 if step % 97 == 0 else 1),
         "mismatch/abs_max": 0.3 * (1 + wave),
         "actor/grad_norm": "nan" if step % 100 == 50 else 0.5 + wave,
-        **{f"timing_s/{phase}": 0.3 * (1 + wave) * (place + 1) for place, phase in enumerate(PHASES)},
+        **{
+            f"timing_s/{phase}": 0.3 * (1 + wave) * (place + 1)
+            for place, phase in enumerate(PHASES)
+        },
         **{f"part{place % 5}/metric_{place}": place + wave for place in range(OTHER_METRICS)},
     }
     if step % 40 == 0:
@@ -46,7 +63,9 @@ def metrics_of(step: int) -> dict[str, Any]:
 def make_run(folder: Path, steps: int, *, tokens: int = 600) -> Path:
     """Write a run folder of `steps` steps. Each logged step has three responses of `tokens` tokens of hostile text."""
     folder.mkdir(parents=True)
-    entries = [{"step": 0, "val/accuracy": 0.3}] + [{"step": step} | metrics_of(step) for step in range(1, steps + 1)]
+    entries = [{"step": 0, "val/accuracy": 0.3}] + [
+        {"step": step} | metrics_of(step) for step in range(1, steps + 1)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     for step in range(1, steps + 1):
         if is_logged(step, steps):
@@ -54,8 +73,15 @@ def make_run(folder: Path, steps: int, *, tokens: int = 600) -> Path:
     (folder / "config.yaml").write_text(
         f"name: made-up\nnote: {HOSTILE!r}\ntrainer:\n  total_training_steps: {steps}\n"
     )
-    (folder / "versions.json").write_text(json.dumps({"git_commit": "0" * 40, "packages": {"qarl": HOSTILE}}))
-    warning = {"sign": "entropy", "since_step": steps // 2, "text": HOSTILE, "remedy": "lower optim.lr"}
+    (folder / "versions.json").write_text(
+        json.dumps({"git_commit": "0" * 40, "packages": {"qarl": HOSTILE}})
+    )
+    warning = {
+        "sign": "entropy",
+        "since_step": steps // 2,
+        "text": HOSTILE,
+        "remedy": "lower optim.lr",
+    }
     (folder / "warnings.jsonl").write_text(json.dumps(warning) + "\nnot json\n")
     summary = {"finished": True, "failed": None, "steps": steps, "note": HOSTILE}
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -122,14 +148,29 @@ def test_it_is_one_file_under_5_mb_that_names_no_address(run: Path, report: str)
     assert (run / "report.html").stat().st_size < 5e6
     reader = Reader(report)
     kinds = [tag for tag, _ in reader.tags]
-    assert kinds.count("script") == 2 and kinds.count("style") == 1 and "img" not in kinds and "link" not in kinds
+    assert (
+        kinds.count("script") == 2
+        and kinds.count("style") == 1
+        and "img" not in kinds
+        and "link" not in kinds
+    )
     values = [value or "" for _, attributes in reader.tags for value in attributes.values()]
     assert not [value for value in values if re.search(r"//|url\(", value)]
-    assert not [name for _, attributes in reader.tags for name in attributes if name == "src" or name[:2] == "on"]
+    assert not [
+        name
+        for _, attributes in reader.tags
+        for name in attributes
+        if name == "src" or name[:2] == "on"
+    ]
     for kind in ("html", "css", "js"):
         source = (ROOT / "qarl" / "report" / f"page.{kind}").read_text(encoding="utf-8")
-        assert not re.search(r"https?:|@import|url\(|fetch\(|XMLHttpRequest|innerHTML|eval\(", source), kind
-    policy = next(attributes["content"] for _, attributes in reader.tags if "http-equiv" in attributes) or ""
+        assert not re.search(
+            r"https?:|@import|url\(|fetch\(|XMLHttpRequest|innerHTML|eval\(", source
+        ), kind
+    policy = (
+        next(attributes["content"] for _, attributes in reader.tags if "http-equiv" in attributes)
+        or ""
+    )
     assert "default-src 'none'" in policy and "unsafe" not in policy
 
 
@@ -137,7 +178,9 @@ def test_hostile_text_stays_text(run: Path, report: str) -> None:
     assert report.count("</script") == 2 and "<img" not in report and "<!--" not in report
     data = embedded(report)
     assert data["warnings"][0]["text"] == data["summary"]["note"] == HOSTILE
-    assert data["samples"][0]["tokens"][0] == HOSTILE and data["samples"][0]["prompt"].endswith(HOSTILE)
+    assert data["samples"][0]["tokens"][0] == HOSTILE and data["samples"][0]["prompt"].endswith(
+        HOSTILE
+    )
     assert "</script><script>" in data["config"]
     named = make_run(run.parent / "<b>@@DATA@@&", 3)
     text = write_report(named).read_text(encoding="utf-8")
@@ -152,27 +195,43 @@ def test_every_metric_is_there_with_its_steps_and_values(run: Path, report: str)
     reward = series["critic/score/mean"]
     assert reward["s"] == list(range(1, STEPS + 1))
     for step in (1, 250, STEPS):
-        assert reward["v"][step - 1] == pytest.approx(metrics_of(step)["critic/score/mean"], rel=1e-3)
+        assert reward["v"][step - 1] == pytest.approx(
+            metrics_of(step)["critic/score/mean"], rel=1e-3
+        )
     assert series["actor/grad_norm"]["v"][49] == "nan"
-    assert embedded(report)["total"] == STEPS and embedded(report)["phases"][:2] == ["rollout", "reward"]
+    assert embedded(report)["total"] == STEPS and embedded(report)["phases"][:2] == [
+        "rollout",
+        "reward",
+    ]
 
 
-def test_two_runs_on_one_page(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_on_one_page(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other, page = make_run(tmp_path / "other", 3), tmp_path / "both.html"
     assert main([str(run), str(other), f"together={page}"]) == 0
     assert capsys.readouterr().out == f"{page}\n" and not (other / "report.html").exists()
     both = embedded(page.read_text(encoding="utf-8"))
     for folder in (run, other):
         name = f" {folder.name}"
-        series = {key.removesuffix(name): line for key, line in both["series"].items() if key.endswith(name)}
+        series = {
+            key.removesuffix(name): line
+            for key, line in both["series"].items()
+            if key.endswith(name)
+        }
         assert series == contents(folder)["series"]
     title = "Mismatch: |δ| of the sampled tokens: largest"
     largest = next(chart for chart in both["charts"] if chart["title"] == title)
     assert largest["lines"] == [[f"mismatch/abs_max {name}", name] for name in ("made-up", "other")]
-    assert [warning["sign"] for warning in both["warnings"]] == ["entropy, made-up", "entropy, other"]
+    assert [warning["sign"] for warning in both["warnings"]] == [
+        "entropy, made-up",
+        "entropy, other",
+    ]
     again = shutil.copytree(other, tmp_path / "elsewhere" / "other")
     assert main([str(other), str(again), f"together={page}"]) == 0
-    assert f"critic/score/mean {again}" in embedded(page.read_text(encoding="utf-8"))["series"], "names that clash"
+    assert f"critic/score/mean {again}" in embedded(page.read_text(encoding="utf-8"))["series"], (
+        "names that clash"
+    )
     data = tmp_path / "data.json"
     data.write_text("{}")
     for wrong in ([f"together={page}"], [str(run), "together="], [str(run), f"together={data}"]):
@@ -188,14 +247,22 @@ def test_a_long_series_keeps_its_spikes() -> None:
     for step in lost:
         entries[step]["x"] = math.nan
     series = series_of(entries, "x")
-    assert series is not None and len(series["s"]) <= MOST_POINTS and series["s"] == sorted(set(series["s"]))
+    assert (
+        series is not None
+        and len(series["s"]) <= MOST_POINTS
+        and series["s"] == sorted(set(series["s"]))
+    )
     at = dict(zip(series["s"], series["v"], strict=True))
-    assert (at[31_415], at[27_182]) == (40, -30) and [at.get(step) for step in lost] == ["nan"] * len(lost)
+    assert (at[31_415], at[27_182]) == (40, -30) and [at.get(step) for step in lost] == [
+        "nan"
+    ] * len(lost)
     assert series_of([{"step": 1, "x": "text"}, {"step": 2, "x": None}], "x") is None
 
 
 def test_samples_that_do_not_fit_lose_steps_evenly_but_not_the_last() -> None:
-    samples = [{"step": step, "tokens": ["x" * 100_000], "delta": [0]} for step in range(10, 810, 10)]
+    samples = [
+        {"step": step, "tokens": ["x" * 100_000], "delta": [0]} for step in range(10, 810, 10)
+    ]
     steps = [sample["step"] for sample in fitting_samples(samples)]
     assert steps[-1] == 800 and 5 <= len(steps) <= SAMPLE_CHARACTERS // 100_000
     assert len({b - a for a, b in itertools.pairwise(steps)}) == 1
@@ -207,7 +274,10 @@ def test_missing_files_leave_their_part_empty(tmp_path: Path) -> None:
     data = contents(tmp_path)
     assert (data["step"], data["total"], data["summary"], data["samples"]) == (1, None, None, [])
     (tmp_path / "summary.json").write_text('{"seconds": NaN, "finished": true}')
-    assert embedded(write_report(tmp_path).read_text())["summary"] == {"seconds": "NaN", "finished": True}
+    assert embedded(write_report(tmp_path).read_text())["summary"] == {
+        "seconds": "NaN",
+        "finished": True,
+    }
 
 
 def test_the_chosen_rows() -> None:
@@ -252,22 +322,44 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
     from qarl.trainer.old_log_probs import Measured
 
     rollout = RolloutBatch(
-        [[7, 8], [9]], [[1, 2, 3], [4]], [[-1.0, -2.0, -3.0], [-0.5]], ["length", "stop"], weight_version=0
+        [[7, 8], [9]],
+        [[1, 2, 3], [4]],
+        [[-1.0, -2.0, -3.0], [-0.5]],
+        ["length", "stop"],
+        weight_version=0,
     )
     batch = make_batch(rollout, torch.tensor([0.0, 1.0]), torch.tensor([-1.0, 1.0]), pad_token_id=0)
     old = torch.tensor([[-1.0, -2.25, -3.0], [-0.25, 99.0, 99.0]])
     tokenizer = SimpleNamespace(decode=lambda ids: ",".join(map(str, ids)))
 
-    def log(step: int, report: bool, known: tuple[bool, bool] = (True, True)) -> list[dict[str, Any]]:
+    def log(
+        step: int, report: bool, known: tuple[bool, bool] = (True, True)
+    ) -> list[dict[str, Any]]:
         trainer = SimpleNamespace(report=report, total_training_steps=33)
         measured = Measured(old, torch.tensor(known))
-        log_samples(SimpleNamespace(trainer=trainer, run_dir=tmp_path), step, batch, measured, tokenizer)  # type: ignore[arg-type]  # a stand-in
+        log_samples(
+            SimpleNamespace(trainer=trainer, run_dir=tmp_path), step, batch, measured, tokenizer
+        )  # type: ignore[arg-type]  # a stand-in
         return read_samples(tmp_path)
 
     assert log(10, False) == log(12, True) == log(10, True, known=(False, False)) == []
     first, second = log(33, True)
-    assert (first["prompt"], first["tokens"], first["delta"]) == ("7,8", ["1", "2", "3"], [0.0, -0.25, 0.0])
-    assert (first["reward"], first["advantage"], first["finish_reason"], first["step"]) == (0.0, -1.0, "length", 33)
-    assert [second[key] for key in ("prompt", "tokens", "delta", "finish_reason")] == ["9", ["4"], [0.25], "stop"]
+    assert (first["prompt"], first["tokens"], first["delta"]) == (
+        "7,8",
+        ["1", "2", "3"],
+        [0.0, -0.25, 0.0],
+    )
+    assert (first["reward"], first["advantage"], first["finish_reason"], first["step"]) == (
+        0.0,
+        -1.0,
+        "length",
+        33,
+    )
+    assert [second[key] for key in ("prompt", "tokens", "delta", "finish_reason")] == [
+        "9",
+        ["4"],
+        [0.25],
+        "stop",
+    ]
     (only,) = [sample for sample in log(20, True, known=(False, True)) if sample["step"] == 20]
     assert only["tokens"] == ["4"]  # nobody knows δ of the other response

@@ -22,7 +22,9 @@ SHARE = "raise rollout.gpu_memory_utilization"
         (TOO_LONG, "2.0 GiB KV cache is needed", SHARE),
     ],
 )
-def test_the_error_says_what_to_do(text: str, why: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_says_what_to_do(
+    text: str, why: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     explain(ValueError(text), 0.06)  # on a CPU the key has no effect
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     explain(RuntimeError("CUDA error: out of memory"), 0.06)

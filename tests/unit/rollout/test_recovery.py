@@ -101,7 +101,12 @@ def test_a_lost_engine_is_replaced_once(sequence, rebuild, error, rebuilt, capsy
     with nullcontext() if error is None else pytest.raises(error) as raised:
         assert publish(recovery) == "report" and engine.published == [(TENSORS, 7)]
     assert error is None or raised.value is engine.raised[-1]
-    assert engine.rebuilt == recovery.rebuilds == capsys.readouterr().err.count("is restarted") == rebuilt
+    assert (
+        engine.rebuilt
+        == recovery.rebuilds
+        == capsys.readouterr().err.count("is restarted")
+        == rebuilt
+    )
 
 
 def test_no_engine_is_started_that_would_have_the_same_fault():

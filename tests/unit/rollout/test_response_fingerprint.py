@@ -34,13 +34,28 @@ def swap_responses(rollout: RolloutBatch) -> None:
 
 CHANGES: dict[str, tuple[Callable[[RolloutBatch], object], str]] = {
     "stripped": (lambda r: r.response_token_ids[0].pop(), "response 0 of the step"),
-    "completed": (lambda r: (r.response_token_ids[1].append(2), r.rollout_log_probs[1].append(0.0)), "response 1"),
-    "another token": (lambda r: r.response_token_ids[2].__setitem__(0, 1), "response 2 of the step"),
-    "another log-prob": (lambda r: r.rollout_log_probs[2].__setitem__(1, -2.0001), "response 2 of the step"),
-    "moved": (lambda r: r.response_token_ids[0].insert(0, r.prompt_token_ids[0].pop()), "response 0 of the step"),
+    "completed": (
+        lambda r: (r.response_token_ids[1].append(2), r.rollout_log_probs[1].append(0.0)),
+        "response 1",
+    ),
+    "another token": (
+        lambda r: r.response_token_ids[2].__setitem__(0, 1),
+        "response 2 of the step",
+    ),
+    "another log-prob": (
+        lambda r: r.rollout_log_probs[2].__setitem__(1, -2.0001),
+        "response 2 of the step",
+    ),
+    "moved": (
+        lambda r: r.response_token_ids[0].insert(0, r.prompt_token_ids[0].pop()),
+        "response 0 of the step",
+    ),
     "swapped": (swap_responses, "response 0 of the step and 1 more"),
     "left out": (
-        lambda r: [column.pop() for column in (r.prompt_token_ids, r.response_token_ids, r.rollout_log_probs)],
+        lambda r: [
+            column.pop()
+            for column in (r.prompt_token_ids, r.response_token_ids, r.rollout_log_probs)
+        ],
         "2 responses, of which 3 were sampled",
     ),
 }
@@ -67,7 +82,11 @@ def test_a_response_may_be_cut_off_at_its_limit(trained: list[int]) -> None:
     refuse_other_tokens(trained, [1, 2, 3], "here")
 
 
-@pytest.mark.parametrize(("trained", "first"), [([1, 9, 3], 1), ([1, 2, 3, 4], 3), ([2, 3], 0), ([1, 3], 1)])
+@pytest.mark.parametrize(
+    ("trained", "first"), [([1, 9, 3], 1), ([1, 2, 3, 4], 3), ([2, 3], 0), ([1, 3], 1)]
+)
 def test_other_tokens_are_refused(trained: list[int], first: int) -> None:
-    with pytest.raises(UserError, match=f"here, from token {first} on \\(3 tokens sampled, {len(trained)} to be"):
+    with pytest.raises(
+        UserError, match=f"here, from token {first} on \\(3 tokens sampled, {len(trained)} to be"
+    ):
         refuse_other_tokens(trained, [1, 2, 3], "here")

@@ -54,7 +54,9 @@ def test_a_vllm_that_has_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delattr(experts, "UnquantizedFusedMoEMethod")
     monkeypatch.setattr(experts, "register", lambda: experts.UnquantizedFusedMoEMethod)
     vllm_plugin.register()
-    with pytest.raises(UserError, match=r"(?s)without QaRL's plugin.*UnquantizedFusedMoEMethod.*requirements"):
+    with pytest.raises(
+        UserError, match=r"(?s)without QaRL's plugin.*UnquantizedFusedMoEMethod.*requirements"
+    ):
         vllm_plugin.check_loaded(SimpleNamespace(num_experts=8))
     vllm_plugin.check_loaded(SimpleNamespace(hidden_size=64))
 
@@ -68,7 +70,13 @@ OURS = SimpleNamespace(value="qarl.rollout.vllm_plugin:register")
     [
         (MIXTURE, False, [OURS], None, None),
         (MIXTURE, False, [OURS], "qarl,other", None),
-        (MIXTURE, False, [OURS], "other", "(?s)mixture of experts.*VLLM_PLUGINS=other leaves it out"),
+        (
+            MIXTURE,
+            False,
+            [OURS],
+            "other",
+            "(?s)mixture of experts.*VLLM_PLUGINS=other leaves it out",
+        ),
         (MIXTURE, False, [SimpleNamespace(value="vllm.plugins:x")], None, "no entry point"),
         (DENSE, False, [], "other", None),
         (DENSE, True, [OURS], None, None),
@@ -76,7 +84,9 @@ OURS = SimpleNamespace(value="qarl.rollout.vllm_plugin:register")
         (DENSE, True, [], None, "no entry point"),
     ],
 )
-def test_a_run_asks_for_the_plugin_before_vllm_starts(monkeypatch, hf_config, amx, points, plugins, why) -> None:
+def test_a_run_asks_for_the_plugin_before_vllm_starts(
+    monkeypatch, hf_config, amx, points, plugins, why
+) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
     for module in ("cpu_experts", "cpu_bf16_linears"):
@@ -91,7 +101,9 @@ def test_a_run_asks_for_the_plugin_before_vllm_starts(monkeypatch, hf_config, am
         vllm_plugin.check_installed(hf_config)
 
 
-def test_a_dense_model_needs_the_linears_of_the_plugin_where_there_is_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dense_model_needs_the_linears_of_the_plugin_where_there_is_amx(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(vllm_plugin._why_not, "cpu_bf16_linears", "AttributeError: register_oot")
     for amx in (True, False):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
@@ -106,8 +118,12 @@ def test_a_compiled_mixture_is_refused(tmp_path: Path) -> None:
 
     save_random_moe(tmp_path / "model")
     scheme = get_scheme("w4a16", 32)
-    with pytest.raises(UserError, match=r"(?s)cannot compile a mixture.*rollout\.enforce_eager=true"):
-        RolloutEngine(EngineConfig(str(tmp_path / "model"), scheme, IGNORE, 64, enforce_eager=False))
+    with pytest.raises(
+        UserError, match=r"(?s)cannot compile a mixture.*rollout\.enforce_eager=true"
+    ):
+        RolloutEngine(
+            EngineConfig(str(tmp_path / "model"), scheme, IGNORE, 64, enforce_eager=False)
+        )
     for backend in ("local", "verl"):
         for hf_config, enforce_eager, refused in (
             (DENSE, False, False),
@@ -128,7 +144,11 @@ def test_names_of_the_number_of_experts_are_vllms(monkeypatch: pytest.MonkeyPatc
 
     for name in ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts"):
         config = SimpleNamespace(**{name: 5})
-        assert ModelArchConfigConvertorBase(config, config).get_num_experts() == vllm_plugin.experts_of(config) == 5
+        assert (
+            ModelArchConfigConvertorBase(config, config).get_num_experts()
+            == vllm_plugin.experts_of(config)
+            == 5
+        )
 
 
 @pytest.mark.parametrize("name", ["w4a16", "w8a8", "fp8"])
@@ -154,13 +174,18 @@ def test_other_schemes_are_left_to_vllm(name: str, part: str, change: dict[str, 
     group = get_scheme(name, 32).quantization_config([])["config_groups"]["group_0"]
     arguments = {key: group.get(key) for key in ("weights", "input_activations")}
     arguments[part] = {**arguments[part], **change}
-    read = {key: None if args is None else QuantizationArgs.model_validate(args) for key, args in arguments.items()}
+    read = {
+        key: None if args is None else QuantizationArgs.model_validate(args)
+        for key, args in arguments.items()
+    }
     assert experts.scheme_of_weights(read) is None
 
 
 def method(group_size: int = 32, *, ep: bool = False, bias: bool = False) -> Any:
     moe: Any = SimpleNamespace(
-        experts_per_token=2, has_bias=bias, moe_parallel_config=SimpleNamespace(use_ep=ep, tp_size=1)
+        experts_per_token=2,
+        has_bias=bias,
+        moe_parallel_config=SimpleNamespace(use_ep=ep, tp_size=1),
     )
     return experts.LowBitExpertsMethod(moe, get_scheme("w4a16", group_size))
 
@@ -174,9 +199,13 @@ def method(group_size: int = 32, *, ep: bool = False, bias: bool = False) -> Any
         (method(group_size=48), (96, 64), "not a multiple of the group size 48"),
     ],
 )
-def test_experts_that_the_kernel_does_not_multiply_are_refused(refusing: Any, sizes: tuple[int, int], why: str) -> None:
+def test_experts_that_the_kernel_does_not_multiply_are_refused(
+    refusing: Any, sizes: tuple[int, int], why: str
+) -> None:
     layer: Any = torch.nn.Module()  # with what `create_weights` reads of vLLM's RoutedExperts
     layer.layer_name, layer.activation = "model.layers.0.mlp.experts", experts.MoEActivation.SILU
     layer.apply_router_weight_on_input = False
-    with pytest.raises(UserError, match=rf"(?s)no kernel supports these w4a16 experts.*layers\.0\.mlp.*{why}"):
+    with pytest.raises(
+        UserError, match=rf"(?s)no kernel supports these w4a16 experts.*layers\.0\.mlp.*{why}"
+    ):
         refusing.create_weights(layer, 4, *sizes, torch.bfloat16)

@@ -29,7 +29,10 @@ def by_permutations(first: Sequence[float], second: Sequence[float]) -> float:
     pooled, size = [*first, *second], len(first)
     measured = abs(statistics.fmean(first) - statistics.fmean(second))
     orders = list(itertools.permutations(pooled))
-    hits = [abs(statistics.fmean(o[:size]) - statistics.fmean(o[size:])) >= measured - 1e-12 for o in orders]
+    hits = [
+        abs(statistics.fmean(o[:size]) - statistics.fmean(o[size:])) >= measured - 1e-12
+        for o in orders
+    ]
     return sum(hits) / len(orders)
 
 
@@ -60,21 +63,36 @@ def history(rewards: Sequence[float], accuracies: Sequence[float]) -> list[dict[
 def test_the_figures_of_a_run() -> None:
     rising = [0.3 + 0.004 * step for step in range(120)]
     figures = stats.run_figures(history(rising, [0.3, 0.6, 0.7]))
-    assert (figures["accuracy_before"], figures["accuracy_after"], figures["accuracy_best"]) == (0.3, 0.7, 0.7)
-    assert figures["reward_end"] == pytest.approx(statistics.fmean(rising[-10:])) and figures["collapsed"] is False
+    assert (figures["accuracy_before"], figures["accuracy_after"], figures["accuracy_best"]) == (
+        0.3,
+        0.7,
+        0.7,
+    )
+    assert (
+        figures["reward_end"] == pytest.approx(statistics.fmean(rising[-10:]))
+        and figures["collapsed"] is False
+    )
     fallen = [*rising, *[0.3] * 20]
     assert stats.run_figures(history(fallen, [0.3, 0.7, 0.3]))["collapsed"] is True
     spike = [*rising, 1.9, *[0.7] * 20]
     assert stats.run_figures(history(spike, [0.3]))["collapsed"] is False, "one step is no peak"
-    entropies = [entry | {"rollout/entropy": entry["step"] / 10} for entry in history(rising, [0.3])]
+    entropies = [
+        entry | {"rollout/entropy": entry["step"] / 10} for entry in history(rising, [0.3])
+    ]
     assert stats.run_figures(entropies)["entropy_end"] == pytest.approx(11.55)
     empty = stats.run_figures([])
     assert empty["collapsed"] is None and empty["accuracy_after"] is None
 
 
-def entry(arm: str, seed: int, after: float | None, failed: str | None = None, **more: Any) -> dict[str, Any]:
+def entry(
+    arm: str, seed: int, after: float | None, failed: str | None = None, **more: Any
+) -> dict[str, Any]:
     row = {"arm": arm, "seed": seed, "failed": failed, "minutes": 2.0}
-    return row if failed else row | {"accuracy_after": after, "collapsed": after is not None and after < 0.1} | more
+    return (
+        row
+        if failed
+        else row | {"accuracy_after": after, "collapsed": after is not None and after < 0.1} | more
+    )
 
 
 def test_the_table() -> None:
@@ -83,10 +101,17 @@ def test_the_table() -> None:
     runs += [entry("model", 3, None, failed="exit code 2")]
     head, _, off, model = stats.table(runs, "off").splitlines()
     cells = [
-        dict(zip(*(map(str.strip, line.strip("|").split(" | ")) for line in (head, row)), strict=True))
+        dict(
+            zip(
+                *(map(str.strip, line.strip("|").split(" | ")) for line in (head, row)), strict=True
+            )
+        )
         for row in (off, model)
     ]
-    assert cells[0]["accuracy after"] == "42.5% ± 25.3%" and cells[1]["accuracy after"] == "75.0% ± 5.0%"
+    assert (
+        cells[0]["accuracy after"] == "42.5% ± 25.3%"
+        and cells[1]["accuracy after"] == "75.0% ± 5.0%"
+    )
     assert [row["seeds"] for row in cells] == ["4", "4, 1 failed"]
     assert cells[0]["each seed"] == "50.0%, 60.0%, 5.0%, 55.0%" and cells[0]["k3"] == "8.0e-03"
     assert [row["collapsed"] for row in cells] == ["1 of 4", "0 of 3"]
@@ -105,7 +130,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         state.calls.append(folder.name)
         folder.mkdir(parents=True, exist_ok=True)
         rewards = [0.3 + 0.01 * step for step in range(30)]
-        lines = [json.dumps(entry | {"mismatch/k3": 1e-3}) for entry in history(rewards, [0.3, 0.6])]
+        lines = [
+            json.dumps(entry | {"mismatch/k3": 1e-3}) for entry in history(rewards, [0.3, 0.6])
+        ]
         (folder / "metrics.jsonl").write_text("\n".join(lines))
         failed = "exit code 2: error: made to fail" if folder.name in state.fail else None
         record = {"arguments": list(arguments), "failed": failed, "minutes": 1.5, "commit": "abc"}
@@ -134,14 +161,21 @@ def test_a_suite_runs_once_and_is_continued(fake: Any) -> None:
     assert results["command"].startswith("python scripts/ablate.py sorting --seeds 0 1")
     text = (fake.output / "sorting" / "table.md").read_text()
     assert (
-        "| model | 2, 1 failed | 60.0% |" in text and "Two seeds prove nothing" in text and "6 minutes in all" in text
+        "| model | 2, 1 failed | 60.0% |" in text
+        and "Two seeds prove nothing" in text
+        and "6 minutes in all" in text
     )
     assert (fake.output / "sorting" / "curves.png").stat().st_size > 1000
 
     fake.fail = set()
-    assert fake.main("sorting", "--seeds", "0", "1") == (0, ["model-s1"]), "the failed one again, the others are kept"
+    assert fake.main("sorting", "--seeds", "0", "1") == (0, ["model-s1"]), (
+        "the failed one again, the others are kept"
+    )
     assert fake.main("sorting", "--seeds", "0", "1", "2") == (0, ["model-s2", "off-s2"])
-    assert fake.main("sorting", "--seeds", "0", "--arms", "off", "--set", "optim.lr=1e-5") == (0, ["off-s0"])
+    assert fake.main("sorting", "--seeds", "0", "--arms", "off", "--set", "optim.lr=1e-5") == (
+        0,
+        ["off-s0"],
+    )
     assert fake.main("sorting", "--arms", "none") == (2, [])
     assert fake.main("no_such_suite") == (2, [])
 
@@ -156,17 +190,23 @@ SUITES = sorted(path.stem for path in (ROOT / "scripts" / "suites").glob("*.yaml
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_every_run_of_a_suite_is_a_valid_config(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_run_of_a_suite_is_a_valid_config(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     suite = ablate.load_suite(name)
     runs = [ablate.Run(arm, 0) for arm in suite.arms]
     configs = [load_config(suite.arguments(run, tmp_path, [])) for run in runs]
-    assert len({config.model_copy(update={"name": "x"}).model_dump_json() for config in configs}) == len(runs)
-    assert not any(isinstance(value, bool) for arm in suite.arms.values() for value in arm.values()), (
-        "quote off in YAML"
-    )
+    assert len(
+        {config.model_copy(update={"name": "x"}).model_dump_json() for config in configs}
+    ) == len(runs)
+    assert not any(
+        isinstance(value, bool) for arm in suite.arms.values() for value in arm.values()
+    ), "quote off in YAML"
 
 
 def test_an_arm_begins_where_an_earlier_one_ended(tmp_path: Path) -> None:
-    arguments = ablate.load_suite("post_training").arguments(ablate.Run("bf16_then_w4a16", 3), tmp_path, [])
+    arguments = ablate.load_suite("post_training").arguments(
+        ablate.Run("bf16_then_w4a16", 3), tmp_path, []
+    )
     assert f"model.path={tmp_path}/bf16-s3/export" in arguments

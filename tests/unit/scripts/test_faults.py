@@ -10,7 +10,9 @@ from benchmarks import faults
 def test_every_fault_has_its_place_and_its_test() -> None:
     listed = faults.faults()
     assert 60 <= len(listed) <= 120 and all(fault.breaks for fault in listed)
-    assert [fault.name for fault in listed if fault.place(ROOT) is None] == [], "these faults are stale"
+    assert [fault.name for fault in listed if fault.place(ROOT) is None] == [], (
+        "these faults are stale"
+    )
     assert [fault.name for fault in listed if not (ROOT / fault.test.split()[0]).is_file()] == []
     for fault in listed:
         compile((fault.place(ROOT) or (ROOT, ""))[1], fault.name, "exec")

@@ -40,7 +40,8 @@ def of_other_losses(rows: dict[str, torch.Tensor]) -> dict[str, Any]:
     """As `objective_loss` calls it with bypass_mode, where the loss has the ratio to the rollout."""
     mask = rows["response_mask"]
     new, old, rollout = (
-        rows[name].masked_fill(~mask, 0.0) for name in ("log_prob", "old_log_prob", "rollout_log_prob")
+        rows[name].masked_fill(~mask, 0.0)
+        for name in ("log_prob", "old_log_prob", "rollout_log_prob")
     )
     return loss_statistics(new, old, rollout, rollout, rows["advantages"], mask, {})
 
@@ -48,9 +49,13 @@ def of_other_losses(rows: dict[str, torch.Tensor]) -> dict[str, Any]:
 @pytest.mark.parametrize("statistics_of", [of_tbpo, of_other_losses])
 @pytest.mark.parametrize("parts", [[slice(0, 8)], [slice(0, 3), slice(3, 4), slice(4, 8)]])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_papers_formulas_token_by_token(statistics_of: Any, parts: list[slice], seed: int) -> None:
+def test_the_papers_formulas_token_by_token(
+    statistics_of: Any, parts: list[slice], seed: int
+) -> None:
     rows = random_rows(seed)
-    statistics = [statistics_of({name: values[part] for name, values in rows.items()}) for part in parts]
+    statistics = [
+        statistics_of({name: values[part] for name, values in rows.items()}) for part in parts
+    ]
     metrics = reduce_metrics(statistics)
     expected = paper_metrics(**rows)
     assert len(expected) == 8
@@ -131,7 +136,9 @@ def step_with_errors(step: int, of_tokens: float) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("of_tokens", "signs"), [(0.0, []), (0.02, ["skew"])])
-def test_the_sign_skew_sees_token_errors_of_negative_samples(of_tokens: float, signs: list[str]) -> None:
+def test_the_sign_skew_sees_token_errors_of_negative_samples(
+    of_tokens: float, signs: list[str]
+) -> None:
     finder = SignFinder()
     found = []
     for step in range(1, 61):

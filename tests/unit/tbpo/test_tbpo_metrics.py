@@ -67,16 +67,31 @@ def bad_input(**changes: Any) -> dict[str, Any]:
     ("changes", "message"),
     [
         ({"rollout_log_prob": None}, "rollout_log_prob is missing"),
-        ({"old_log_prob": torch.zeros(2, 4)}, r"old_log_prob has shape \(2, 4\), log_prob \(2, 3\)"),
+        (
+            {"old_log_prob": torch.zeros(2, 4)},
+            r"old_log_prob has shape \(2, 4\), log_prob \(2, 3\)",
+        ),
         ({"response_mask": torch.ones(2)}, r"response_mask has shape \(2,\)"),
-        ({"advantages": torch.ones(3)}, r"advantages has shape \(3,\), expected \(2, 3\) or \(2,\)"),
+        (
+            {"advantages": torch.ones(3)},
+            r"advantages has shape \(3,\), expected \(2, 3\) or \(2,\)",
+        ),
         ({"advantages": torch.ones(2, 1)}, r"advantages has shape \(2, 1\)"),
         ({"log_prob": (1, 2, float("nan"))}, "log_prob is NaN or Inf at row 1, position 2"),
         ({"old_log_prob": (0, 1, float("inf"))}, "old_log_prob is NaN or Inf at row 0, position 1"),
-        ({"rollout_log_prob": (1, 0, float("-inf"))}, "rollout_log_prob is NaN or Inf at row 1, position 0"),
-        ({"advantages": torch.tensor([1.0, float("nan")])}, "advantages is NaN or Inf at row 1, position 0"),
+        (
+            {"rollout_log_prob": (1, 0, float("-inf"))},
+            "rollout_log_prob is NaN or Inf at row 1, position 0",
+        ),
+        (
+            {"advantages": torch.tensor([1.0, float("nan")])},
+            "advantages is NaN or Inf at row 1, position 0",
+        ),
         ({"response_mask": (1, 1, 0.5)}, "response_mask is neither 0 nor 1 at row 1, position 1"),
-        ({"response_mask": (1, 1, float("nan"))}, "response_mask is neither 0 nor 1 at row 1, position 1"),
+        (
+            {"response_mask": (1, 1, float("nan"))},
+            "response_mask is neither 0 nor 1 at row 1, position 1",
+        ),
         (
             {"advantages": torch.tensor([[1.0, 2.0, 1.0], [1.0, 1.0, 1.0]])},
             "varies within a response.*row 0, position 1",

@@ -11,7 +11,10 @@ from qarl.tbpo import TBPOConfig, tbpo_loss
 from qarl.tbpo.loss import ratio_deviation, sequence_log_ratio
 
 WIDEST = TBPOConfig(
-    seq_clip_ratio_high=1e6, neg_seq_clip_ratio_low=1.0, neg_seq_clip_ratio_high=1e6, seq_tis_imp_ratio_cap=1e6
+    seq_clip_ratio_high=1e6,
+    neg_seq_clip_ratio_low=1.0,
+    neg_seq_clip_ratio_high=1e6,
+    seq_tis_imp_ratio_cap=1e6,
 )
 
 NEAR_ONE = 2.0**-23
@@ -25,13 +28,19 @@ def test_a_log_ratio_is_the_mean_over_the_tokens_of_the_mask():
     assert sequence_log_ratio(log_prob, old, mask).tolist() == [(1 + 3) / 2, -0.5, 0.0]
 
 
-@pytest.mark.parametrize("log_ratio", [-100.0, -2.0, -1e-4, 0.0, 3e-4, 1.0, 2.5, 5.0, 12.0, 19.5, 20.0])
+@pytest.mark.parametrize(
+    "log_ratio", [-100.0, -2.0, -1e-4, 0.0, 3e-4, 1.0, 2.5, 5.0, 12.0, 19.5, 20.0]
+)
 def test_a_ratio_up_to_e_to_the_20_is_exact(log_ratio):
-    assert ratio_deviation(torch.tensor(log_ratio)).item() == pytest.approx(math.expm1(log_ratio), rel=2e-6)
+    assert ratio_deviation(torch.tensor(log_ratio)).item() == pytest.approx(
+        math.expm1(log_ratio), rel=2e-6
+    )
 
 
 def test_a_larger_ratio_becomes_e_to_the_20():
-    assert ratio_deviation(torch.tensor([20.5, 1e30])).tolist() == pytest.approx([math.expm1(20)] * 2, rel=2e-6)
+    assert ratio_deviation(torch.tensor([20.5, 1e30])).tolist() == pytest.approx(
+        [math.expm1(20)] * 2, rel=2e-6
+    )
 
 
 @pytest.mark.parametrize("log_w", [-13.0, -3.0, 3.0, 13.0])
@@ -42,7 +51,9 @@ def test_a_weight_far_from_1_is_exact_within_a_wide_cap(log_w):
     loss.backward()
     assert loss.item() == pytest.approx(-math.exp(log_w), rel=2e-6, abs=NEAR_ONE)
     assert log_prob.grad is not None
-    assert log_prob.grad[0].tolist() == pytest.approx([-math.exp(log_w) / 2] * 2, rel=2e-6, abs=NEAR_ONE)
+    assert log_prob.grad[0].tolist() == pytest.approx(
+        [-math.exp(log_w) / 2] * 2, rel=2e-6, abs=NEAR_ONE
+    )
 
 
 @pytest.mark.parametrize("log_r", [-8.0, 3.0, 13.0])
@@ -54,7 +65,9 @@ def test_a_ratio_far_from_1_is_exact_within_wide_bands(log_r, advantage):
     loss.backward()
     assert loss.item() == pytest.approx(-advantage * math.exp(log_r), rel=2e-6, abs=NEAR_ONE)
     assert log_prob.grad is not None
-    assert log_prob.grad[0].tolist() == pytest.approx([-advantage * math.exp(log_r) / 2] * 2, rel=2e-6, abs=NEAR_ONE)
+    assert log_prob.grad[0].tolist() == pytest.approx(
+        [-advantage * math.exp(log_r) / 2] * 2, rel=2e-6, abs=NEAR_ONE
+    )
 
 
 def test_a_response_counts_once_whatever_its_length():
@@ -68,6 +81,8 @@ def test_a_response_counts_once_whatever_its_length():
     loss.backward()
     assert loss.item() == pytest.approx((-1.1 + 0.9) / 2, abs=1e-6)
     assert log_prob.grad is not None
-    assert log_prob.grad.flatten().tolist() == pytest.approx([*[-1.1 / 6] * 3, 0.45, *[0.0] * 5], rel=2e-6)
+    assert log_prob.grad.flatten().tolist() == pytest.approx(
+        [*[-1.1 / 6] * 3, 0.45, *[0.0] * 5], rel=2e-6
+    )
     whole, _ = tbpo_loss(old + moved, old, old, advantages, mask, WIDEST, global_batch_size=8)
     assert whole.item() == pytest.approx((-1.1 + 0.9) / 8, abs=1e-6)

@@ -11,7 +11,9 @@ from qarl.tbpo.config import CLASSES, POLICIES
 from qarl.tbpo.metrics import as_numbers, combine
 from qarl.tbpo.tokens import class_metrics, token_statistics
 
-OLD = torch.tensor([[0.5, 0.05, 0.005, 0.0005], [0.0005, 0.0005, 0.9, 0.9], [0.5, 0.5, 0.5, 0.5]]).log()
+OLD = torch.tensor(
+    [[0.5, 0.05, 0.005, 0.0005], [0.0005, 0.0005, 0.9, 0.9], [0.5, 0.5, 0.5, 0.5]]
+).log()
 MOVED = torch.tensor([[0.1, -0.2, 0.3, -0.4], [1.0, -3.0, 0.0, 9.0], [9.0, 9.0, 9.0, 9.0]])
 VALID = torch.tensor([[True] * 4, [True, True, True, False], [True] * 4])
 ADVANTAGE = torch.tensor([2.0, -1.0, 0.0])
@@ -22,7 +24,12 @@ EXPECTED = {
         f"tokens/pos_{policy}{label}_{what}": value
         for policy in POLICIES
         for label, moved in zip(CLASSES, (-0.4, 0.3, -0.2, 0.1), strict=True)
-        for what, value in (("frac", 0.25), ("moved_mean", abs(moved)), ("moved_max", abs(moved)), ("drift", moved))
+        for what, value in (
+            ("frac", 0.25),
+            ("moved_mean", abs(moved)),
+            ("moved_max", abs(moved)),
+            ("drift", moved),
+        )
     },
     # Two of the negative response's three tokens are below 1e-3; the fourth is masked.
     "tokens/neg_tail_frac": 2 / 3,
@@ -52,8 +59,12 @@ EXPECTED = {
 }
 
 
-def statistics_of(log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, valid: torch.Tensor) -> Any:
-    return as_numbers({"sum/rows": torch.tensor(1.0)}, token_statistics(log_prob, old, old, advantage, valid))
+def statistics_of(
+    log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, valid: torch.Tensor
+) -> Any:
+    return as_numbers(
+        {"sum/rows": torch.tensor(1.0)}, token_statistics(log_prob, old, old, advantage, valid)
+    )
 
 
 @pytest.mark.parametrize("parts", [[slice(0, 3)], [slice(0, 1), slice(1, 2), slice(2, 3)]])
@@ -65,6 +76,13 @@ def test_by_hand_in_one_part_and_in_three(parts: list[slice]) -> None:
 def test_the_edges_of_the_classes() -> None:
     probabilities = torch.tensor([[0.9e-3, 1.1e-3, 0.9e-2, 1.1e-2, 0.09, 0.11, 1.0]])
     old = probabilities.log()
-    metrics = class_metrics(statistics_of(old, old, torch.ones(1), torch.ones(old.shape, dtype=torch.bool)))
+    metrics = class_metrics(
+        statistics_of(old, old, torch.ones(1), torch.ones(old.shape, dtype=torch.bool))
+    )
     for policy in POLICIES:
-        assert [round(7 * metrics[f"tokens/pos_{policy}{label}_frac"]) for label in CLASSES] == [1, 2, 2, 2]
+        assert [round(7 * metrics[f"tokens/pos_{policy}{label}_frac"]) for label in CLASSES] == [
+            1,
+            2,
+            2,
+            2,
+        ]

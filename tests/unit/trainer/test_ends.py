@@ -47,10 +47,14 @@ class Engine:
         if self.lost:
             raise EngineFailed("the rollout engine is lost", why="vLLM failed: killed")
         count = len(prompts)
-        return RolloutBatch(prompts, [[5, 1]] * count, [[-1.0, -1.0]] * count, ["stop"] * count, self.weight_version)
+        return RolloutBatch(
+            prompts, [[5, 1]] * count, [[-1.0, -1.0]] * count, ["stop"] * count, self.weight_version
+        )
 
     def rebuild(self) -> None:
-        raise EngineFailed("the rollout engine is lost, and a new one could not be started", why="killed")
+        raise EngineFailed(
+            "the rollout engine is lost, and a new one could not be started", why="killed"
+        )
 
     def sleep(self) -> None:
         pass
@@ -67,7 +71,11 @@ class Trainer(LocalTrainer):
         self.at_step(self)
         _, metrics = self.rollout_of_step()
         self.publish()
-        return metrics | {"actor/skipped_steps": 0, "mismatch/k3": float("nan"), "timing_s/step": 1.0}
+        return metrics | {
+            "actor/skipped_steps": 0,
+            "mismatch/k3": float("nan"),
+            "timing_s/step": 1.0,
+        }
 
     def rollout_of_step(self) -> tuple[Any, dict[str, float]]:
         self.engine.weight_version = self.step
@@ -108,7 +116,9 @@ ENDS: dict[str, tuple[Callable[..., None], End]] = {
     "Ctrl-C": (at(2, interrupt), End(130)),
     "Ctrl-C twice": (
         at(2, interrupt_twice),
-        End(130, failed="KeyboardInterrupt", export=False, not_exported="interrupted within a step"),
+        End(
+            130, failed="KeyboardInterrupt", export=False, not_exported="interrupted within a step"
+        ),
     ),
     "a lost engine": (
         at(2, lambda trainer: setattr(trainer.engine, "lost", True)),
@@ -117,7 +127,11 @@ ENDS: dict[str, tuple[Callable[..., None], End]] = {
     "a full disk": (
         at(STEPS, lambda trainer: trainer.fill_the_disk()),
         End(
-            2, said="could not be exported", failed="could not be exported", export=False, not_exported="File too large"
+            2,
+            said="could not be exported",
+            failed="could not be exported",
+            export=False,
+            not_exported="File too large",
         ),
     ),
 }
@@ -134,9 +148,13 @@ def test_every_end_with_every_shape_of_evaluation(startable_run, monkeypatch, ca
     monkeypatch.setattr(loop, "LocalTrainer", Trainer)
     if shape == "not a number":
         monkeypatch.setattr(Trainer, "evaluate", evaluate_to_nan)
-    plots = "trainer.plots=" + ("true" if name in ("finished", "an error of the program") else "false")
+    plots = "trainer.plots=" + (
+        "true" if name in ("finished", "an error of the program") else "false"
+    )
     with restored_limit() as fill_the_disk:
-        monkeypatch.setattr(Trainer, "fill_the_disk", lambda trainer: fill_the_disk(), raising=False)
+        monkeypatch.setattr(
+            Trainer, "fill_the_disk", lambda trainer: fill_the_disk(), raising=False
+        )
         try:
             code = main(["config=run.yaml", *write_run(shape), plots])
         except RuntimeError as error:  # Python shows it with its traceback, and ends with 1
@@ -168,7 +186,9 @@ def train(startable_run, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     return run
 
 
-def test_an_export_that_found_no_room_is_made_by_the_same_command_without_another_step(train, monkeypatch):
+def test_an_export_that_found_no_room_is_made_by_the_same_command_without_another_step(
+    train, monkeypatch
+):
     save = Policy.save
     with restored_limit() as fill_the_disk:
 
@@ -178,7 +198,11 @@ def test_an_export_that_found_no_room_is_made_by_the_same_command_without_anothe
 
         monkeypatch.setattr(Policy, "save", save_on_a_full_disk)
         code, printed = train("trainer.save_freq=3")
-        assert code == 2 and "the newest checkpoint is" in printed and "could not be exported" in printed
+        assert (
+            code == 2
+            and "the newest checkpoint is" in printed
+            and "could not be exported" in printed
+        )
     monkeypatch.setattr(Policy, "save", save)
     monkeypatch.setattr(Trainer, "at_step", at(STEPS, fail))
     code, printed = train("trainer.save_freq=3")
@@ -210,11 +234,17 @@ def test_an_evaluation_that_fails_loses_neither_the_step_nor_its_checkpoint(trai
 
 @pytest.mark.parametrize("first", [False, True], ids=["alone", "after an error"])
 @pytest.mark.parametrize("file", ["export", "plots", "report"])
-def test_an_interrupt_while_the_last_files_are_written_hides_no_cause(train, monkeypatch, file, first):
+def test_an_interrupt_while_the_last_files_are_written_hides_no_cause(
+    train, monkeypatch, file, first
+):
     def stop(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    owner, name = {"export": (Policy, "save"), "plots": (finish, "plot_run"), "report": (finish, "write_report")}[file]
+    owner, name = {
+        "export": (Policy, "save"),
+        "plots": (finish, "plot_run"),
+        "report": (finish, "write_report"),
+    }[file]
     monkeypatch.setattr(owner, name, stop)
     if first:
         monkeypatch.setattr(Trainer, "at_step", at(2, lambda trainer: FAILING.touch()))

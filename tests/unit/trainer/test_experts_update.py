@@ -26,8 +26,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_run(folder: Path, output: Path, *keys: str, align: str = "linears") -> Any:
-    scheme = ("quant.scheme=w4a16", "quant.group_size=32", f"quant.align={align}", "actor.old_log_probs=recompute")
-    trainer = updating_trainer(config(output, f"model.path={folder}", *scheme, "optim.lr=1e-3", *keys))
+    scheme = (
+        "quant.scheme=w4a16",
+        "quant.group_size=32",
+        f"quant.align={align}",
+        "actor.old_log_probs=recompute",
+    )
+    trainer = updating_trainer(
+        config(output, f"model.path={folder}", *scheme, "optim.lr=1e-3", *keys)
+    )
     trainer.step = 0
     return trainer
 
@@ -35,7 +42,9 @@ def make_run(folder: Path, output: Path, *keys: str, align: str = "linears") -> 
 def train_step(run: Any) -> None:
     run.step += 1
     ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(run.step))
-    run.policy.model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)[..., 5].sum().backward()
+    run.policy.model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)[
+        ..., 5
+    ].sum().backward()
     run.optimizer.accumulate()
     run.optimizer.step()
 
@@ -44,19 +53,36 @@ def published(run: Any) -> dict[str, str]:
     return {name: tensor_digest(tensor) for name, tensor in run.policy.packed_state_dict()}
 
 
-@pytest.mark.parametrize(("optimizer", "master"), [("adamw", "fp32"), ("adamw", "bf16"), ("muon", "fp32")])
+@pytest.mark.parametrize(
+    ("optimizer", "master"), [("adamw", "fp32"), ("adamw", "bf16"), ("muon", "fp32")]
+)
 def test_a_resumed_run_has_the_bytes_of_one_that_was_not_interrupted(
     folder: Path, tmp_path: Path, optimizer: str, master: str
 ) -> None:
-    keys = [f"optim.name={optimizer}", f"optim.master_dtype={master}", *["optim.muon_lr=1e-3"] * (optimizer == "muon")]
+    keys = [
+        f"optim.name={optimizer}",
+        f"optim.master_dtype={master}",
+        *["optim.muon_lr=1e-3"] * (optimizer == "muon"),
+    ]
     whole, resumed = (make_run(folder, tmp_path, *keys) for _ in range(2))
     before = published(whole)
     train_step(whole)
     after = published(whole)
-    low_bit = [name for name in after if ".experts." in name and name.endswith(("_packed", "weight_scale"))]
+    low_bit = [
+        name for name in after if ".experts." in name and name.endswith(("_packed", "weight_scale"))
+    ]
     # Experts that had no token keep their weights in AdamW's first step; Muon moves them, too.
-    changed = {name.split(".")[2] + name.split(".")[6] for name in low_bit if before[name] != after[name]}
-    assert {"0gate_proj", "0up_proj", "0down_proj", "1gate_proj", "1up_proj", "1down_proj"} <= changed
+    changed = {
+        name.split(".")[2] + name.split(".")[6] for name in low_bit if before[name] != after[name]
+    }
+    assert {
+        "0gate_proj",
+        "0up_proj",
+        "0down_proj",
+        "1gate_proj",
+        "1up_proj",
+        "1down_proj",
+    } <= changed
     through_checkpoint(whole, resumed)
     saved = whole.config.run_dir / "checkpoints" / "step_1"
     assert "model.layers.0.mlp.experts.0.down_proj.weight" in dict(read_tensors(saved))
@@ -68,14 +94,20 @@ def test_a_resumed_run_has_the_bytes_of_one_that_was_not_interrupted(
     assert all(torch.equal(masters[0][name], masters[1][name]) for name in masters[0])
     if master == "fp32":
         live = dict(forward_weights(resumed.policy))
-        assert all(torch.equal(m.bfloat16(), live[name]) for name, m in unstacked(masters[1].items()))
+        assert all(
+            torch.equal(m.bfloat16(), live[name]) for name, m in unstacked(masters[1].items())
+        )
 
 
-def test_the_layers_of_a_policy_are_requantized_with_the_linears(folder: Path, tmp_path: Path) -> None:
+def test_the_layers_of_a_policy_are_requantized_with_the_linears(
+    folder: Path, tmp_path: Path
+) -> None:
     run = make_run(folder, tmp_path, align="model")
     layers = low_bit_layers(run.policy.model)
     assert len(layers) == 2 * (4 + 1) and "model.layers.1.mlp.experts" in layers
-    assert "the experts of 2 layers" in run.policy.report and "aligned: 2 routers" in run.policy.report
+    assert (
+        "the experts of 2 layers" in run.policy.report and "aligned: 2 routers" in run.policy.report
+    )
     requantize(run.policy.model)
     assert not any(layer.stale for layer in layers.values())
     train_step(run)

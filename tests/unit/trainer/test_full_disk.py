@@ -35,10 +35,14 @@ SITES: dict[str, tuple[Any, str, list[str], bool]] = {
 
 @pytest.mark.parametrize("first", [False, True], ids=["alone", "after an error"])
 @pytest.mark.parametrize("site", SITES)
-def test_every_write_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: str, first: bool) -> None:
+def test_every_write_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: str, first: bool
+) -> None:
     owner, name, loggers, finished = SITES[site]
     overrides = ["trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.plots=true"]
-    overrides += ["trainer.val_before_train=false"]  # so that the first line of metrics is of a step
+    overrides += [
+        "trainer.val_before_train=false"
+    ]  # so that the first line of metrics is of a step
     settings = config(tmp_path, *overrides, f"trainer.logger={loggers}")
 
     def refuse(*arguments: Any, **keys: Any) -> None:
@@ -53,7 +57,10 @@ def test_every_write_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
         if first and step == 3:
             raise UserError("the first error")
 
-    trainer, reported = Trainer(settings, on_step=fail), "the first error" if first and "line" not in site else ""
+    trainer, reported = (
+        Trainer(settings, on_step=fail),
+        "the first error" if first and "line" not in site else "",
+    )
     with pytest.raises(UserError, match=reported or None) as caught:
         run_and_keep(trainer, Checkpoints(), Stop(), 0.0)
     assert first or "No space left" in str(caught.value)

@@ -133,7 +133,9 @@ def other_files() -> None:
     names = sorted(weights)
     path.unlink()
     for part in (0, 1):
-        save_file({name: weights[name] for name in names[part::2]}, f"model/model-{part}.safetensors")
+        save_file(
+            {name: weights[name] for name in names[part::2]}, f"model/model-{part}.safetensors"
+        )
 
 
 def move(name: str, target: str) -> None:
@@ -168,19 +170,30 @@ class Case:
 
 
 CASES = {
-    "rms_norm_eps": Case("refused", lambda: edit_model_config(rms_norm_eps=1e-2), ("rms_norm_eps", "1e-06, now 0.01")),
+    "rms_norm_eps": Case(
+        "refused", lambda: edit_model_config(rms_norm_eps=1e-2), ("rms_norm_eps", "1e-06, now 0.01")
+    ),
     "rope_theta": Case(
         "refused",
         lambda: edit_model_config(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
         ("rope_parameters.rope_theta", "500000"),
     ),
     "a key that transformers does not know": Case(
-        "refused", lambda: edit_model_config(use_gated_attention=True), ("use_gated_attention", "was null, now true")
+        "refused",
+        lambda: edit_model_config(use_gated_attention=True),
+        ("use_gated_attention", "was null, now true"),
     ),
-    "positions": Case("refused", lambda: edit_model_config(max_position_embeddings=256), ("max_position_embeddings",)),
+    "positions": Case(
+        "refused",
+        lambda: edit_model_config(max_position_embeddings=256),
+        ("max_position_embeddings",),
+    ),
     "config.json in another order": Case("same", lambda: edit_json("config.json", backwards)),
     "a key of the training of the model": Case(
-        "same", lambda: edit_model_config(initializer_range=0.5, use_cache=False, transformers_version="4.51.0")
+        "same",
+        lambda: edit_model_config(
+            initializer_range=0.5, use_cache=False, transformers_version="4.51.0"
+        ),
     ),
     "ends of generation_config.json": Case(
         "refused",
@@ -188,7 +201,10 @@ CASES = {
         ("ended at the token ids [1], now at [1, 5]", "generation_config.json"),
     ),
     "temperature of generation_config.json": Case(
-        "same", lambda: edit_json("generation_config.json", lambda keys: keys | {"temperature": 0.3, "do_sample": True})
+        "same",
+        lambda: edit_json(
+            "generation_config.json", lambda keys: keys | {"temperature": 0.3, "do_sample": True}
+        ),
     ),
     "the tokenizer's eos": Case(
         "refused",
@@ -201,7 +217,9 @@ CASES = {
         ("the text that the tokenizer makes of tokens", "the reward would read another text"),
     ),
     "the vocabulary": Case(
-        "refused", lambda: edit_json("tokenizer.json", swap_words), ("the tokenizer's vocabulary", "SHA-256")
+        "refused",
+        lambda: edit_json("tokenizer.json", swap_words),
+        ("the tokenizer's vocabulary", "SHA-256"),
     ),
     "tokenizer.json in another order": Case("same", lambda: edit_json("tokenizer.json", backwards)),
     "the tokenizer written again": Case("same", lambda: save_tokenizer(Path("model"), 64)),
@@ -211,7 +229,9 @@ CASES = {
         ("the tokens of the prompts in data.train_files", "restore the chat template of the model"),
     ),
     "a comment in the template": Case(
-        "noted", lambda: add_to_template("{# a comment #}"), ("chat template has changed", "prompts are the same")
+        "noted",
+        lambda: add_to_template("{# a comment #}"),
+        ("chat template has changed", "prompts are the same"),
     ),
     "weights": Case("same", other_weights),
     "weights of a KL term's reference": Case(
@@ -236,11 +256,15 @@ CASES = {
     ),
     "a ground truth": Case(
         "refused",
-        lambda: write_rows("train.jsonl", rows(reward_model={"style": "rule", "ground_truth": "8"})),
+        lambda: write_rows(
+            "train.jsonl", rows(reward_model={"style": "rule", "ground_truth": "8"})
+        ),
         ("reward_model.ground_truth in data.train_files",),
     ),
     "data_source": Case(
-        "refused", lambda: write_rows("train.jsonl", rows(data_source="other")), ("data_source in data.train_files",)
+        "refused",
+        lambda: write_rows("train.jsonl", rows(data_source="other")),
+        ("data_source in data.train_files",),
     ),
     "extra_info": Case(
         "refused",
@@ -249,20 +273,33 @@ CASES = {
     ),
     "extra_info with another key": Case(
         "refused",
-        lambda: write_rows("train.jsonl", [one | {"extra_info": renamed(one["extra_info"])} for one in rows()]),
+        lambda: write_rows(
+            "train.jsonl", [one | {"extra_info": renamed(one["extra_info"])} for one in rows()]
+        ),
         ("extra_info in data.train_files changed",),
     ),
     "extra_info in another order": Case(
         "same", lambda: write_rows("train.jsonl", rows(extra_info={"level": "easy", "index": 0}))
     ),
-    "the order of the rows": Case("refused", lambda: write_rows("train.jsonl", rows()[::-1]), ("tokens of the",)),
-    "rows appended": Case("refused", lambda: write_rows("train.jsonl", [*rows(), row()]), ("had 8 prompts, now 9",)),
-    "rows removed": Case("refused", lambda: write_rows("train.jsonl", rows()[:7]), ("had 8 prompts, now 7",)),
+    "the order of the rows": Case(
+        "refused", lambda: write_rows("train.jsonl", rows()[::-1]), ("tokens of the",)
+    ),
+    "rows appended": Case(
+        "refused", lambda: write_rows("train.jsonl", [*rows(), row()]), ("had 8 prompts, now 9",)
+    ),
+    "rows removed": Case(
+        "refused", lambda: write_rows("train.jsonl", rows()[:7]), ("had 8 prompts, now 7",)
+    ),
     "validation prompts": Case(
-        "noted", lambda: write_rows("val.jsonl", [row("t9 t7")]), ("validation prompts", "cannot be compared")
+        "noted",
+        lambda: write_rows("val.jsonl", [row("t9 t7")]),
+        ("validation prompts", "cannot be compared"),
     ),
     "the model's folder moved": Case(
-        "noted", lambda: move("model", "moved"), ("model.path was", "the same content"), now=("model.path=moved",)
+        "noted",
+        lambda: move("model", "moved"),
+        ("model.path was", "the same content"),
+        now=("model.path=moved",),
     ),
     "the model's folder behind a link": Case(
         "same", lambda: (move("model", "moved"), Path("model").symlink_to("moved"))
@@ -274,7 +311,10 @@ CASES = {
         now=("model.path=moved",),
     ),
     "another model without a reference": Case(
-        "noted", lambda: (other_weights(), move("model", "moved")), ("model.path was",), now=("model.path=moved",)
+        "noted",
+        lambda: (other_weights(), move("model", "moved")),
+        ("model.path was",),
+        now=("model.path=moved",),
     ),
     "data in another format": Case(
         "noted", as_parquet, ("data.train_files was",), now=("data.train_files=train.parquet",)
@@ -291,7 +331,9 @@ CASES = {
         ("reward.function was",),
         now=("reward.function=moved.py:score",),
     ),
-    "threads": Case("noted", lambda: None, ("changed trainer.num_threads",), now=("trainer.num_threads=2",)),
+    "threads": Case(
+        "noted", lambda: None, ("changed trainer.num_threads",), now=("trainer.num_threads=2",)
+    ),
     "nothing": Case("same", lambda: None),
 }
 
@@ -322,11 +364,33 @@ def test_every_part_of_a_record_is_compared(folder: Path) -> None:
     """And every key of the model's config that is left out decides nothing."""
     inputs = RunInputs(run_config("local"))
     assert set(inputs.record) == {*_PARTS, "transformers"}
-    left_out = inputs.hf_config.to_dict().keys() - {key.partition(".")[0] for key in config_keys(inputs.hf_config)}
+    left_out = inputs.hf_config.to_dict().keys() - {
+        key.partition(".")[0] for key in config_keys(inputs.hf_config)
+    }
     assert left_out == {
-        *("_name_or_path", "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id"),
-        *("id2label", "initializer_range", "is_encoder_decoder", "label2id", "output_attentions", "pad_token_id"),
-        *("output_hidden_states", "problem_type", "return_dict", "transformers_version", "use_cache"),
+        *(
+            "_name_or_path",
+            "attention_dropout",
+            "bos_token_id",
+            "chunk_size_feed_forward",
+            "dtype",
+            "eos_token_id",
+        ),
+        *(
+            "id2label",
+            "initializer_range",
+            "is_encoder_decoder",
+            "label2id",
+            "output_attentions",
+            "pad_token_id",
+        ),
+        *(
+            "output_hidden_states",
+            "problem_type",
+            "return_dict",
+            "transformers_version",
+            "use_cache",
+        ),
     }
 
 
@@ -356,7 +420,9 @@ def test_another_number_of_ranks_is_refused_with_its_reason(
     interrupted(config, record(config))
     with pytest.raises(UserError, match="another number of ranks") as caught:
         resumed(run_config("verl", f"{key}=2"), capsys)
-    assert f"{key} was 1, now 2" in str(caught.value) and "each rank has its own part" in str(caught.value)
+    assert f"{key} was 1, now 2" in str(caught.value) and "each rank has its own part" in str(
+        caught.value
+    )
 
 
 class On:
@@ -396,14 +462,21 @@ def test_a_template_with_todays_date_is_named_and_can_be_mended(
     with pytest.raises(UserError, match="what it reads has changed") as caught:
         resumed(config, capsys)
     said = str(caught.value)
-    for words in ("differ because the chat template writes the date, which was t28, now t29", "resume_mode=disable"):
+    for words in (
+        "differ because the chat template writes the date, which was t28, now t29",
+        "resume_mode=disable",
+    ):
         assert words in said
-    assert 'replace strftime_now("t%d") by "t28" in the chat template of the model\'s folder' in said
+    assert (
+        'replace strftime_now("t%d") by "t28" in the chat template of the model\'s folder' in said
+    )
     template(DATED.replace("strftime_now('t%d')", "'t28'"))
     assert "chat template has changed" in resumed(config, capsys)
 
 
-def test_a_template_with_todays_date_is_named_at_the_start(folder: Path, set_day: Callable[[int], None]) -> None:
+def test_a_template_with_todays_date_is_named_at_the_start(
+    folder: Path, set_day: Callable[[int], None]
+) -> None:
     """And one that only mentions the date, in a branch for tools, is not."""
     check = next(check for check in CHECKS if check.name == "the prompts are the same every day")
     template(DATED)
@@ -411,7 +484,9 @@ def test_a_template_with_todays_date_is_named_at_the_start(folder: Path, set_day
     (finding,) = check.findings(RunInputs(run_config("local")))
     assert finding.status == "warning" and "today's date into the prompts (t28)" in finding.what
     assert 'replace strftime_now("t%d") by "t28"' in (finding.fix or "")
-    template("{% if tools %}{{ strftime_now('%d') }}{% endif %}{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    template(
+        "{% if tools %}{{ strftime_now('%d') }}{% endif %}{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    )
     assert list(check.findings(RunInputs(run_config("local")))) == []
 
 
@@ -439,11 +514,15 @@ def test_other_threads_of_the_environment_are_noted_in_verl(
     assert "bits may differ: threads" in resumed(config, capsys)
 
 
-def test_another_transformers_is_named_beside_what_it_changes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_transformers_is_named_beside_what_it_changes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Alone it is no change. A key that only one of two versions knows is a note, and another value is refused."""
     config = run_config("local")
     saved = record(config) | {"transformers": "5.0.0"}
-    saved["model"] = {key: value for key, value in saved["model"].items() if key != "attention_bias"}
+    saved["model"] = {
+        key: value for key, value in saved["model"].items() if key != "attention_bias"
+    }
     interrupted(config, saved)
     note = resumed(config, capsys)
     assert f"only one of transformers 5.0.0 and {version('transformers')} has this key" in note
@@ -452,13 +531,18 @@ def test_another_transformers_is_named_beside_what_it_changes(folder: Path, caps
         resumed(run_config("local"), capsys)
 
 
-@pytest.mark.parametrize(("before", "now", "refused"), [("a", "b", True), ("a", "a", None), (None, "b", False)])
+@pytest.mark.parametrize(
+    ("before", "now", "refused"), [("a", "b", True), ("a", "a", None), (None, "b", False)]
+)
 def test_a_reference_from_the_hub_is_compared_by_its_commit(
     folder: Path, before: str | None, now: str, refused: bool | None
 ) -> None:
     """None: the Hub's cache did not know the commit."""
     saved = record(run_config("local"))
     reads = [
-        saved | {"reference": reference_digest([], SimpleNamespace(_commit_hash=commit))} for commit in (before, now)
+        saved | {"reference": reference_digest([], SimpleNamespace(_commit_hash=commit))}
+        for commit in (before, now)
     ]
-    assert [change.refused for change in changes_of(*reads)] == ([] if refused is None else [refused])
+    assert [change.refused for change in changes_of(*reads)] == (
+        [] if refused is None else [refused]
+    )

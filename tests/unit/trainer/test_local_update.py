@@ -36,7 +36,13 @@ class Tokenizer:
 def small_trainer(tmp_path: Path, master_dtype: str) -> Any:
     """Its batch has two mini-batches."""
     folder = f"model.path={save_random_model(tmp_path / 'model')}"
-    keys = (folder, "actor.ppo_mini_batch_size=1", "quant.scheme=w8a8", "quant.align=linears", "optim.lr=1e-2")
+    keys = (
+        folder,
+        "actor.ppo_mini_batch_size=1",
+        "quant.scheme=w8a8",
+        "quant.align=linears",
+        "optim.lr=1e-2",
+    )
     return updating_trainer(config(tmp_path, *FOUR, *keys, f"optim.master_dtype={master_dtype}"))
 
 
@@ -57,7 +63,9 @@ def test_a_mini_batch_is_divided_by_its_own_responses(tmp_path, monkeypatch):
     trainer.config = with_keys(trainer.config, {"actor.ppo_micro_batch_size_per_gpu": 1})
     wholes = []
     loss = trainer.loss
-    monkeypatch.setattr(trainer, "loss", lambda *arguments: wholes.append(arguments[-1]) or loss(*arguments))
+    monkeypatch.setattr(
+        trainer, "loss", lambda *arguments: wholes.append(arguments[-1]) or loss(*arguments)
+    )
     old = torch.full_like(batch.rollout_log_probs, -4.0)
     for start in (0, 2):
         trainer.backward(batch, old, start, start + 2)
@@ -66,10 +74,14 @@ def test_a_mini_batch_is_divided_by_its_own_responses(tmp_path, monkeypatch):
 
 def test_the_kl_term_is_multiplied_by_its_factor(tmp_path, monkeypatch):
     trainer, batch = small_trainer(tmp_path, "fp32"), four_responses()
-    trainer.objective = trainer.objective.model_copy(update={"use_kl_loss": True, "kl_loss_coef": 0.25})
+    trainer.objective = trainer.objective.model_copy(
+        update={"use_kl_loss": True, "kl_loss_coef": 0.25}
+    )
     seen = []
     monkeypatch.setattr(
-        verl_functions, "kl_term", lambda *tensors, **whole: seen.append((*tensors, whole)) or torch.tensor(8.0)
+        verl_functions,
+        "kl_term",
+        lambda *tensors, **whole: seen.append((*tensors, whole)) or torch.tensor(8.0),
     )
     old = torch.full_like(batch.rollout_log_probs, -4.0)
     rows, whole = slice(0, 2), {"responses": 2, "tokens": 5}
@@ -116,7 +128,9 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path, bad, master_dtype
 def asking(tmp_path) -> Iterator[LocalTrainer]:
     """A trainer without an engine: `asked` holds what `generate` was called with, `answer` is its weight version."""
     trainer: Any = object.__new__(LocalTrainer)
-    trainer.config = config(tmp_path, "rollout.n=2", "rollout.temperature=0.7", "actor.ppo_micro_batch_size_per_gpu=4")
+    trainer.config = config(
+        tmp_path, "rollout.n=2", "rollout.temperature=0.7", "actor.ppo_micro_batch_size_per_gpu=4"
+    )
     trainer.timer, trainer.step, trainer.asked, trainer.answer = PhaseTimer(), 3, [], 3
     prompts = [Prompt(i, "sums", [], [5, 6 + i], "7") for i in range(2)]
     trainer.parts = SimpleNamespace(
@@ -130,10 +144,14 @@ def asking(tmp_path) -> Iterator[LocalTrainer]:
     trainer.recovery = SimpleNamespace(sleep=lambda: None)
     trainer.tokenizer = Tokenizer()
 
-    def generate(prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None = None) -> RolloutBatch:
+    def generate(
+        prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None = None
+    ) -> RolloutBatch:
         trainer.asked.append((prompts, sampling, seeds))
         count = len(prompts)
-        return RolloutBatch(prompts, [[7]] * count, [[-1.0]] * count, ["stop"] * count, trainer.answer)
+        return RolloutBatch(
+            prompts, [[7]] * count, [[-1.0]] * count, ["stop"] * count, trainer.answer
+        )
 
     trainer.generate = generate
     yield trainer
@@ -156,9 +174,13 @@ def test_every_response_is_asked_for_with_a_seed_and_evaluations_are_greedy(aski
     assert held_out == [[5, 6], [5, 7]] and greedy.temperature == 0.0
 
 
-@pytest.mark.parametrize(("keys", "text"), [((), "x"), (("reward.keep_special_tokens=true",), "x<end>")])
+@pytest.mark.parametrize(
+    ("keys", "text"), [((), "x"), (("reward.keep_special_tokens=true",), "x<end>")]
+)
 def test_the_text_that_a_reward_gets(asking, tmp_path, keys, text):
     asking.config = config(tmp_path, "rollout.n=2", "actor.ppo_micro_batch_size_per_gpu=4", *keys)
-    asking.parts.reward_fn = InProcessReward("same", lambda solution_str, **_: float(solution_str == text))
+    asking.parts.reward_fn = InProcessReward(
+        "same", lambda solution_str, **_: float(solution_str == text)
+    )
     assert asking.rollout()[0].rewards.tolist() == [1.0] * 4
     assert asking.evaluate() == {"val/accuracy": 1.0}

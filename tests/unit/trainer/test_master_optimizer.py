@@ -19,7 +19,9 @@ def settings(**keys: Any) -> OptimConfig:
 
 def test_the_warmup_is_linear_from_zero() -> None:
     expected = [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
-    assert [lr_scale(step, settings(lr_scheduler_type="constant"), 12) for step in range(6)] == expected
+    assert [
+        lr_scale(step, settings(lr_scheduler_type="constant"), 12) for step in range(6)
+    ] == expected
 
 
 def test_the_cosine_ends_at_its_floor_and_stays_there() -> None:
@@ -61,11 +63,15 @@ def test_a_resume_to_another_length_takes_its_rate_from_the_new_schedule(name: s
     take(weight, 1, longer)
     expected = cosine.lr * lr_scale(8, cosine, 100)
     assert expected > 1.5 * cosine.lr * lr_scale(8, cosine, 12)
-    torch.testing.assert_close(before - weight.detach(), torch.full((3,), expected), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        before - weight.detach(), torch.full((3,), expected), rtol=1e-4, atol=0
+    )
 
 
 def optimizer(weight: torch.nn.Parameter, **more: Any) -> MasterOptimizer:
-    return MasterOptimizer([("weight", weight)], settings(), seed=0, total_training_steps=12, **more)
+    return MasterOptimizer(
+        [("weight", weight)], settings(), seed=0, total_training_steps=12, **more
+    )
 
 
 @pytest.mark.parametrize("largest", [0.5, 1.3, 1.9, 2.0, 2.1, 5.0])

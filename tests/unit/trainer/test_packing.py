@@ -46,8 +46,12 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def make_policy(folder: Path, level: str, scheme: str = "w4a16", *, packed: bool = True) -> Policy:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
-    return Policy(model, get_scheme(scheme, group_size=32), ("lm_head",), align=level, packed=packed)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
+    return Policy(
+        model, get_scheme(scheme, group_size=32), ("lm_head",), align=level, packed=packed
+    )
 
 
 def log_probs(policy: Policy, batch: Batch, packs: list[list[int]]) -> torch.Tensor:
@@ -67,19 +71,31 @@ def test_a_rows_log_probs_are_those_of_the_row_alone(folders, family, level):
     alone = torch.zeros_like(batch.rollout_log_probs)
     for i, length in enumerate(batch.lengths.tolist()):
         prompt = int(batch.prompt_lengths[i])
-        extra = {"prompt_lengths": batch.prompt_lengths[i : i + 1]} if uses_engine_attention(policy.model) else {}
+        extra = (
+            {"prompt_lengths": batch.prompt_lengths[i : i + 1]}
+            if uses_engine_attention(policy.model)
+            else {}
+        )
         with torch.no_grad():
-            logits = policy.model(input_ids=batch.input_ids[i : i + 1, :length], use_cache=False, **extra).logits[0]
+            logits = policy.model(
+                input_ids=batch.input_ids[i : i + 1, :length], use_cache=False, **extra
+            ).logits[0]
         chosen = logits.float().log_softmax(-1)[prompt - 1 : length - 1]
-        alone[i, : length - prompt] = chosen.gather(1, batch.input_ids[i, prompt:length, None])[:, 0]
+        alone[i, : length - prompt] = chosen.gather(1, batch.input_ids[i, prompt:length, None])[
+            :, 0
+        ]
     assert alone[batch.response_mask].std() > 0.1
     order = list(range(len(batch)))
     for packs in ([order], [order[::-1]], [[3, 0], [1], [4], [2, 7, 5, 6]]):
         assert torch.equal(log_probs(policy, batch, packs), alone), packs
-    assert torch.equal(log_probs(make_policy(folders[family], level, packed=False), batch, [order]), alone)
+    assert torch.equal(
+        log_probs(make_policy(folders[family], level, packed=False), batch, [order]), alone
+    )
 
 
-def update(policy: Policy, batch: Batch, old: torch.Tensor, tmp_path: Path, *keys: str) -> tuple[float, list, dict]:
+def update(
+    policy: Policy, batch: Batch, old: torch.Tensor, tmp_path: Path, *keys: str
+) -> tuple[float, list, dict]:
     """The loss of one mini-batch, TBPO's statistics of its micro-batches, and its FP32 gradients."""
     trainer = updating_trainer(config(tmp_path, "actor.seq_clip_ratio_high=9", *keys), policy)
     statistics, _ = trainer.backward(batch, old, 0, len(batch))
@@ -92,7 +108,10 @@ def test_the_loss_and_the_gradient_do_not_depend_on_the_micro_batches(folders, f
     batch = made_batch()
     old = log_probs(make_policy(folders[family], "model"), batch, [list(range(len(batch)))]) + 0.01
     results = {}
-    rows = ("actor.ppo_micro_batch_size_per_gpu=null", "actor.log_prob_micro_batch_size_per_gpu=null")
+    rows = (
+        "actor.ppo_micro_batch_size_per_gpu=null",
+        "actor.log_prob_micro_batch_size_per_gpu=null",
+    )
     dynamic = (*rows, "actor.use_dynamic_bsz=true")
     for name, packed, keys in (
         ("all", True, (*dynamic, "actor.ppo_max_token_len_per_gpu=10000")),
@@ -100,7 +119,9 @@ def test_the_loss_and_the_gradient_do_not_depend_on_the_micro_batches(folders, f
         ("rows", True, ("actor.ppo_micro_batch_size_per_gpu=2",)),
         ("padded", False, ("actor.ppo_micro_batch_size_per_gpu=2",)),
     ):
-        results[name] = update(make_policy(folders[family], "model", packed=packed), batch, old, tmp_path, *keys)
+        results[name] = update(
+            make_policy(folders[family], "model", packed=packed), batch, old, tmp_path, *keys
+        )
     assert len(results["all"][1]) == 1 and len(results["few"][1]) == 3
     assert results["rows"][0] == results["padded"][0]  # the same rows side by side: the same sums
     loss, _, whole = results["all"]
@@ -108,9 +129,14 @@ def test_the_loss_and_the_gradient_do_not_depend_on_the_micro_batches(folders, f
         assert other == pytest.approx(loss, rel=1e-5) and abs(loss) > 0.01, name
         assert sum(part["sum/responses"] for part in statistics) == 7
         for parameter, gradient in whole.items():
-            if gradient.norm() > 1e-6:  # BF16 roundings of each product, and of an embedding's every occurrence
+            if (
+                gradient.norm() > 1e-6
+            ):  # BF16 roundings of each product, and of an embedding's every occurrence
                 bound = 0.1 if "embed_tokens" in parameter else 2**-5
-                assert (gradients[parameter] - gradient).norm() <= bound * gradient.norm(), (name, parameter)
+                assert (gradients[parameter] - gradient).norm() <= bound * gradient.norm(), (
+                    name,
+                    parameter,
+                )
 
 
 def test_every_row_is_in_one_pack_and_no_pack_is_over_the_limit():
@@ -125,7 +151,9 @@ def test_every_row_is_in_one_pack_and_no_pack_is_over_the_limit():
         assert packs == fill(list(lengths), limit)
         assert len(packs) >= -(-sum(lengths) // limit)
     assert fill([], 10) == [] and fill([10], 10) == [[0]]
-    with pytest.raises(ValueError, match="a row of 11 tokens does not fit into a micro-batch of 10 tokens"):
+    with pytest.raises(
+        ValueError, match="a row of 11 tokens does not fit into a micro-batch of 10 tokens"
+    ):
         fill([3, 11], 10)
 
 
@@ -143,4 +171,7 @@ def test_a_layout_by_hand():
     assert padded.inputs["row_lengths"] == (5, 6)
     assert padded.predictors.tolist() == [1, 2, 3, 10]
     for form in (layout, padded):
-        assert torch.equal(form.unflatten(form.flatten(batch.input_ids[rows], -1)), batch.input_ids[rows] * form.valid)
+        assert torch.equal(
+            form.unflatten(form.flatten(batch.input_ids[rows], -1)),
+            batch.input_ids[rows] * form.valid,
+        )

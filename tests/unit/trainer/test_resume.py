@@ -113,10 +113,14 @@ def test_when_every_checkpoint_is_damaged_nothing_is_touched(tmp_path):
 def test_resume_path_leaves_the_later_course_of_the_same_run(tmp_path, capsys):
     run_dir = interrupted_run(config(tmp_path), 2, 4, finished=True)
     path = run_dir / "checkpoints" / "step_2"
-    settings = config(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
+    settings = config(
+        tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}"
+    )
     with open_run(settings) as checkpoint:
         assert checkpoint is not None and checkpoint.step == 2
-        assert names(run_dir / "checkpoints") == ["step_2", "step_4"], "not before the resume has worked"
+        assert names(run_dir / "checkpoints") == ["step_2", "step_4"], (
+            "not before the resume has worked"
+        )
         assert (run_dir / "summary.json").exists()
         make_newest(run_dir, checkpoint)
     assert names(run_dir / "checkpoints") == ["step_2", "step_4.superseded"]
@@ -127,7 +131,11 @@ def test_resume_path_leaves_the_later_course_of_the_same_run(tmp_path, capsys):
 def test_resume_path_of_another_run_starts_a_folder_of_its_own(tmp_path):
     run_dir = interrupted_run(config(tmp_path), 2, 4)
     path = run_dir / "checkpoints" / "step_2"
-    overrides = ["name=second", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}"]
+    overrides = [
+        "name=second",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={path}",
+    ]
     with open_run(config(tmp_path, *overrides)) as checkpoint:
         assert checkpoint is not None and checkpoint.step == 2
     assert names(run_dir / "checkpoints") == ["step_2", "step_4"]
@@ -139,7 +147,11 @@ def test_resume_path_of_another_run_starts_a_folder_of_its_own(tmp_path):
 @pytest.mark.parametrize("name", ["quickstart", "second"])
 def test_resume_path_again_goes_on_where_its_own_run_was_killed(tmp_path, name):
     path = interrupted_run(config(tmp_path), 2, 4) / "checkpoints" / "step_2"
-    resume_path = [f"name={name}", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}"]
+    resume_path = [
+        f"name={name}",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={path}",
+    ]
     settings = config(tmp_path, *resume_path)
     with open_run(settings) as checkpoint:
         assert checkpoint is not None and checkpoint.step == 2
@@ -157,9 +169,20 @@ def test_resume_path_again_goes_on_where_its_own_run_was_killed(tmp_path, name):
 
 def test_changes_of_what_is_trained_and_an_end_in_the_past_are_refused(tmp_path):
     interrupted_run(config(tmp_path), 2)
-    changed = ["optim.lr=1e-6", "seed=3", "quant.scheme=w8a8", "data.train_batch_size=6", "actor.ppo_epochs=2"]
+    changed = [
+        "optim.lr=1e-6",
+        "seed=3",
+        "quant.scheme=w8a8",
+        "data.train_batch_size=6",
+        "actor.ppo_epochs=2",
+    ]
     message = refusal(config(tmp_path, *changed), "resume_mode=disable")
-    for key in ("optim.lr was 0.00015, now 1e-06", "seed was 0, now 3", "quant.scheme", "data.train_batch_size"):
+    for key in (
+        "optim.lr was 0.00015, now 1e-06",
+        "seed was 0, now 3",
+        "quant.scheme",
+        "data.train_batch_size",
+    ):
         assert key in message
     assert "actor.ppo_epochs" in message
     refusal(config(tmp_path, "trainer.total_training_steps=1"), "past the end of the run")

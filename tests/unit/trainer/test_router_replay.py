@@ -28,7 +28,9 @@ def folder(tmp_path_factory) -> Path:
 
 def make_policy(folder: Path, *, router_replay: str = "auto") -> Policy:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    return Policy(model, get_scheme("bf16"), ("lm_head",), align="linears", router_replay=router_replay)
+    return Policy(
+        model, get_scheme("bf16"), ("lm_head",), align="linears", router_replay=router_replay
+    )
 
 
 def batch_of(routing: list[torch.Tensor] | None) -> Batch:
@@ -60,7 +62,10 @@ def shifted(routing: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def log_probs(policy: Policy, batch: Batch) -> torch.Tensor:
     with torch.no_grad():
-        parts = [policy.response_log_probs(batch, rows, temperature=1.0) for rows in batch.micro_batches(2)]
+        parts = [
+            policy.response_log_probs(batch, rows, temperature=1.0)
+            for rows in batch.micro_batches(2)
+        ]
     return torch.cat(parts)
 
 

@@ -16,11 +16,21 @@ from qarl.trainer import loop
 from qarl.trainer.loop import Stop, run_and_keep, run_steps
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe")
-OVERRIDES = ["trainer.total_training_steps=3", "trainer.logger=[]", "trainer.plots=false", "trainer.test_freq=2"]
+OVERRIDES = [
+    "trainer.total_training_steps=3",
+    "trainer.logger=[]",
+    "trainer.plots=false",
+    "trainer.test_freq=2",
+]
 
 
-def test_ctrl_c_during_an_evaluation_makes_that_step_the_last_and_warnings_are_shown(tmp_path, monkeypatch, capsys):
-    trainer, checkpoints = Trainer(config(tmp_path, *OVERRIDES, "trainer.val_before_train=false")), Checkpoints()
+def test_ctrl_c_during_an_evaluation_makes_that_step_the_last_and_warnings_are_shown(
+    tmp_path, monkeypatch, capsys
+):
+    trainer, checkpoints = (
+        Trainer(config(tmp_path, *OVERRIDES, "trainer.val_before_train=false")),
+        Checkpoints(),
+    )
     monkeypatch.setattr(trainer, "evaluate", lambda: signal.raise_signal(signal.SIGINT) or {})
     with Tracker(tmp_path / "run", [], 3, {}) as tracker, Stop() as stop:
         run_steps(trainer, checkpoints, tracker, stop, 0.0)
@@ -56,7 +66,9 @@ def test_an_export_that_fails_says_what_there_still_is(tmp_path, saved):
     with pytest.raises(StorageError, match="after step 3 could not be exported") as caught:
         run_and_keep(Trainer(settings, full=True), Checkpoints(), Stop(), 0.0)
     message = str(caught.value)
-    assert "File too large" in message and f"metrics and summary are in {settings.run_dir}" in message
+    assert (
+        "File too large" in message and f"metrics and summary are in {settings.run_dir}" in message
+    )
     assert ("the newest checkpoint is" in message and "step_2" in message) is saved
     assert ("the weights are lost" in message) is not saved
     summary = json.loads((settings.run_dir / "summary.json").read_text())

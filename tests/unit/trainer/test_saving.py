@@ -42,7 +42,9 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     def make(*overrides: str, minutes: float = 0, **keys: Any) -> Any:
         trainer: Any = Trainer(config(tmp_path, *QUIET, *overrides), **keys)
         trainer.saved = []
-        clock = SimpleNamespace(monotonic=lambda: 60 * minutes * trainer.step, perf_counter=time.perf_counter)
+        clock = SimpleNamespace(
+            monotonic=lambda: 60 * minutes * trainer.step, perf_counter=time.perf_counter
+        )
 
         def save(folder: Path, **parts: Any) -> int:
             write_bare(folder, step=trainer.step, config=trainer.config.model_dump(mode="json"))
@@ -53,7 +55,9 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
         monkeypatch.setattr(checkpointing, "save_checkpoint", save)
         monkeypatch.setattr(checkpointing, "forward_weights", lambda policy: [])
         monkeypatch.setattr(checkpointing, "training_state", lambda trainer, metrics: {})
-        monkeypatch.setattr(checkpointing, "restore", lambda trainer, saved: setattr(trainer, "step", saved.step))
+        monkeypatch.setattr(
+            checkpointing, "restore", lambda trainer, saved: setattr(trainer, "step", saved.step)
+        )
         return trainer
 
     return make
@@ -103,7 +107,10 @@ def test_a_signal_is_answered_with_the_step_that_ends(timed, capfd, number):
     def press(step: int) -> None:
         if step == 6:
             signal.raise_signal(number)
-            assert "\nstopping after step 6; press Ctrl-C again to stop now\n" in capfd.readouterr().err
+            assert (
+                "\nstopping after step 6; press Ctrl-C again to stop now\n"
+                in capfd.readouterr().err
+            )
 
     trainer = timed("trainer.total_training_steps=9", on_step=press)
     run(trainer)
@@ -126,7 +133,9 @@ def test_a_signal_that_comes_after_the_step_still_saves_it(timed, monkeypatch, c
 
 @pytest.mark.parametrize("number", BOTH)
 @pytest.mark.parametrize("moment", ["publish", "evaluate", "train_step"])
-def test_without_a_step_to_finish_or_at_the_second_signal_the_run_stops_at_once(timed, monkeypatch, moment, number):
+def test_without_a_step_to_finish_or_at_the_second_signal_the_run_stops_at_once(
+    timed, monkeypatch, moment, number
+):
     trainer = timed("trainer.total_training_steps=9")
     done = []
 
@@ -164,13 +173,23 @@ STARTS = {
     "new": ([], False, [], "fresh, because there is no run in {}"),
     "without checkpoint": ([], None, [], "fresh, because the run in {} has no checkpoint"),
     "finished": ([4], True, [], "fresh, because the run in {} is finished"),
-    "disabled": ([4], None, ["trainer.resume_mode=disable"], "fresh, because trainer.resume_mode=disable"),
+    "disabled": (
+        [4],
+        None,
+        ["trainer.resume_mode=disable"],
+        "fresh, because trainer.resume_mode=disable",
+    ),
     "resumed": ([2, 4], None, [], "resumes from {}/checkpoints/step_4, after step 4 of 120"),
 }
 WHEN = {
     "checkpoints: every 10 minutes, at Ctrl-C\n": [],
-    "checkpoints: every 5 steps, every 1.5 minutes, at Ctrl-C\n": ["trainer.save_freq=5", "trainer.save_minutes=1.5"],
-    "checkpoints: never, so this run cannot resume (trainer.save_freq=N)\n": ["trainer.save_minutes=-1"],
+    "checkpoints: every 5 steps, every 1.5 minutes, at Ctrl-C\n": [
+        "trainer.save_freq=5",
+        "trainer.save_minutes=1.5",
+    ],
+    "checkpoints: never, so this run cannot resume (trainer.save_freq=N)\n": [
+        "trainer.save_minutes=-1"
+    ],
 }
 
 
@@ -183,5 +202,9 @@ def test_a_start_says_in_one_line_what_it_resumes_and_when_it_saves(tmp_path, ca
         interrupted_run(settings, *steps, finished=bool(finished))
     with open_run(settings):
         pass
-    (line,) = [line for line in capsys.readouterr().err.splitlines(keepends=True) if line.startswith("start: ")]
+    (line,) = [
+        line
+        for line in capsys.readouterr().err.splitlines(keepends=True)
+        if line.startswith("start: ")
+    ]
     assert line == f"start: {words.format(settings.run_dir)}; {when}"

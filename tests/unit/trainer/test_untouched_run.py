@@ -22,7 +22,10 @@ REFUSALS = {
 
 def content(folder: Path) -> dict[str, tuple[int, bytes]]:
     paths = [folder, *folder.rglob("*")]
-    return {str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in paths}
+    return {
+        str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in paths
+    }
 
 
 @pytest.mark.usefixtures("in_the_checkout")
@@ -33,7 +36,12 @@ def test_a_refused_command_leaves_the_unfinished_run_as_it_is(tmp_path, capsys, 
     interrupted_run(settings)
     before = content(tmp_path)
     override, message = REFUSALS[refusal]
-    arguments = [f"output_dir={settings.output_dir}", f"name={settings.name}", f"backend={backend}", override]
+    arguments = [
+        f"output_dir={settings.output_dir}",
+        f"name={settings.name}",
+        f"backend={backend}",
+        override,
+    ]
     assert main(["config=configs/quickstart.yaml", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert content(tmp_path) == before

@@ -36,7 +36,9 @@ def test_swiglu_backward(shape: tuple[int, int], scheme: str, weighted: bool) ->
     weight = weights[order, None].double()
     product.backward(grad.double() * weight)
     inputs = (grad, gate_up, *codes, weights, order)
-    gradients = swiglu_backward(*(t if t is None else t.to(DEVICE) for t in inputs), weighted=weighted)
+    gradients = swiglu_backward(
+        *(t if t is None else t.to(DEVICE) for t in inputs), weighted=weighted
+    )
 
     assert gate.grad is not None and up.grad is not None
     expected, g = torch.cat((gate.grad, up.grad), 1), gate.detach()
@@ -44,14 +46,22 @@ def test_swiglu_backward(shape: tuple[int, int], scheme: str, weighted: bool) ->
     factor = (grad.double() * weight).abs()
     size = torch.cat((factor * up.detach().abs() * (1 + g.abs()), factor * g.abs()), 1)
     assert gradients.hidden.dtype == torch.bfloat16 and gradients.router.dtype == torch.float32
-    assert ((gradients.hidden.cpu().double() - expected).abs() <= expected.abs() * ROUNDING + size * 1e-6 + TINY).all()
+    assert (
+        (gradients.hidden.cpu().double() - expected).abs()
+        <= expected.abs() * ROUNDING + size * 1e-6 + TINY
+    ).all()
     parts = grad.double() * a
     error = (gradients.router.cpu().double()[order] - parts.sum(1)).abs()
-    assert (error <= parts.abs().sum(1) * (roundings * ROUNDING * (1 + ROUNDING) + 1e-6) + TINY).all()
+    assert (
+        error <= parts.abs().sum(1) * (roundings * ROUNDING * (1 + ROUNDING) + 1e-6) + TINY
+    ).all()
     assert (gradients.weighted is not None) == weighted
     if gradients.weighted is not None:
         error = (gradients.weighted.cpu().double() - a * weight).abs()
-        assert (error <= (a * weight).abs() * ((roundings + 1) * ROUNDING * (1 + ROUNDING) + 1e-6) + TINY).all()
+        assert (
+            error
+            <= (a * weight).abs() * ((roundings + 1) * ROUNDING * (1 + ROUNDING) + 1e-6) + TINY
+        ).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (7, 3, 97), (4, 8, 1030)], ids=str)
@@ -70,5 +80,7 @@ def test_only_experts_without_rows_are_cleared(counts: list[int]) -> None:
     stack = torch.full((len(counts), 33, 41), 7.0, device=DEVICE).bfloat16()
     stack[torch.tensor(counts) == 0] = torch.nan
     cleared = clear_unused(stack, torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE))
-    expected = torch.tensor([7.0 if count else 0.0 for count in counts])[:, None, None].expand(-1, 33, 41)
+    expected = torch.tensor([7.0 if count else 0.0 for count in counts])[:, None, None].expand(
+        -1, 33, 41
+    )
     assert cleared is stack and torch.equal(cleared.cpu().float(), expected)

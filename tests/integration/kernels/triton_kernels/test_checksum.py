@@ -51,11 +51,18 @@ def test_nan_and_inf_are_found_wherever_they_are(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("small", [-1, 64, 8 * BLOCK, 1 << 20])
 @pytest.mark.parametrize("finite", [False, True])
-def test_a_unit_by_the_kernel_is_a_unit_by_pytorch(finite: bool, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_by_the_kernel_is_a_unit_by_pytorch(
+    finite: bool, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tensors that the kernel cannot read are checked as before, and all results are in the order of the tensors."""
     raw = torch.randint(0, 256, (3 * 8 * BLOCK + 21,), dtype=torch.uint8)
     infinite = torch.full((4 * BLOCK + 4,), torch.inf).bfloat16()
-    tensors = [raw[: 8 * BLOCK + 16].view(torch.int32), raw[3:], torch.randn(33, 40).bfloat16().t(), torch.zeros(0)]
+    tensors = [
+        raw[: 8 * BLOCK + 16].view(torch.int32),
+        raw[3:],
+        torch.randn(33, 40).bfloat16().t(),
+        torch.zeros(0),
+    ]
     tensors += [infinite, torch.ones(6), torch.ones(6).double(), torch.ones(3)]
     tensors = [tensor.to(DEVICE) for tensor in tensors]
     monkeypatch.setattr(module, "_has_kernel", lambda device: False)
@@ -75,7 +82,9 @@ def bad(checked: torch.Tensor) -> set[int]:
     return set(checked[1].nonzero().flatten().tolist())
 
 
-def test_the_kernel_is_used_only_where_it_agrees_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_used_only_where_it_agrees_with_pytorch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device = torch.device(DEVICE)
     assert module._has_kernel.__wrapped__(device)
     monkeypatch.setattr(module, "_check_each", lambda tensors, finite: torch.zeros(2, 5))

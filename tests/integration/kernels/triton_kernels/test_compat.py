@@ -8,13 +8,24 @@ import triton
 import triton.language as tl
 from triton_rig import DEVICE
 
-from qarl.kernels.triton.numbers import LAUNCH, dot, e4m3_bits, e4m3_value, has_e4m3, round_bf16, to_bf16, to_fp32
+from qarl.kernels.triton.numbers import (
+    LAUNCH,
+    dot,
+    e4m3_bits,
+    e4m3_value,
+    has_e4m3,
+    round_bf16,
+    to_bf16,
+    to_fp32,
+)
 
 HARDWARE = sorted({False, has_e4m3(torch.device(DEVICE))})
 
 
 @triton.jit
-def elementwise_kernel(x_ptr, y_ptr, n, WHAT: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr):
+def elementwise_kernel(
+    x_ptr, y_ptr, n, WHAT: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr
+):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offsets, mask=offsets < n)
     if WHAT == "round_bf16":
@@ -40,7 +51,9 @@ def dot_kernel(a_ptr, b_ptr, c_ptr, SIZE: tl.constexpr, ACCUMULATOR: tl.constexp
 def apply(what: str, x: torch.Tensor, dtype: torch.dtype, hardware: bool = False) -> torch.Tensor:
     x = x.to(DEVICE)
     y = torch.empty(x.shape, dtype=dtype, device=DEVICE)
-    elementwise_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), what, hardware, BLOCK=1024, **LAUNCH)
+    elementwise_kernel[(triton.cdiv(x.numel(), 1024),)](
+        x, y, x.numel(), what, hardware, BLOCK=1024, **LAUNCH
+    )
     return y.cpu()
 
 
@@ -56,7 +69,9 @@ def same(output: torch.Tensor, expected: torch.Tensor) -> bool:
     """Bit for bit but for which NaN."""
     nan = expected.isnan()
     integer = {2: torch.int16, 4: torch.int32}[expected.element_size()]
-    return bool((output.isnan() == nan).all()) and torch.equal(output[~nan].view(integer), expected[~nan].view(integer))
+    return bool((output.isnan() == nan).all()) and torch.equal(
+        output[~nan].view(integer), expected[~nan].view(integer)
+    )
 
 
 def test_bf16_rounds_half_to_even() -> None:
@@ -73,7 +88,9 @@ def test_e4m3(hardware: bool) -> None:
     assert same(apply("e4m3_value", codes, torch.float32, hardware), values)
     finite = values[~values.isnan()].sort().values
     midpoints = (finite[1:] + finite[:-1]) / 2
-    around = torch.cat([finite, midpoints, midpoints.nextafter(midpoints * 2), midpoints.nextafter(midpoints * 0)])
+    around = torch.cat(
+        [finite, midpoints, midpoints.nextafter(midpoints * 2), midpoints.nextafter(midpoints * 0)]
+    )
     tiny = torch.tensor([1e-45, -1e-45, 1e-38, -3e-5, 0.0, -0.0, 2.0**-10, 2.0**-9, float("nan")])
     x = torch.cat([around, tiny, torch.randn(5000), torch.randn(5000) * 0.01]).clamp(-448, 448)
     codes = apply("e4m3_bits", x, torch.uint8, hardware)
@@ -83,7 +100,9 @@ def test_e4m3(hardware: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "accumulator"), [(torch.bfloat16, tl.float32), (torch.int8, tl.int32)], ids=["bf16", "int8"]
+    ("dtype", "accumulator"),
+    [(torch.bfloat16, tl.float32), (torch.int8, tl.int32)],
+    ids=["bf16", "int8"],
 )
 def test_dot(dtype: torch.dtype, accumulator: tl.dtype) -> None:
     """Whole numbers of few bits, whose sums are exact in any order."""

@@ -36,14 +36,19 @@ def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
     configure_vllm_process()
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    with set_current_vllm_config(VllmConfig(**engine_arguments(kernel_request("qarl", request.param)))):
+    with set_current_vllm_config(
+        VllmConfig(**engine_arguments(kernel_request("qarl", request.param)))
+    ):
         yield request.param
 
 
 def trainers_layers(scheme: str) -> list[QuantLinear]:
     torch.manual_seed(0)
     linears = [nn.Linear(K, n, dtype=torch.bfloat16, device=DEVICE) for n in PARTS]
-    return [QuantLinear(linear, get_scheme(scheme, 32), qualified_name="layer", kernels="qarl") for linear in linears]
+    return [
+        QuantLinear(linear, get_scheme(scheme, 32), qualified_name="layer", kernels="qarl")
+        for linear in linears
+    ]
 
 
 def engines_kernel(scheme: str) -> Any:
@@ -56,7 +61,9 @@ def engines_kernel(scheme: str) -> Any:
     n = sum(PARTS)
     with own_kernels_only():
         if scheme == "w4a16":
-            config = kernels.MPLinearLayerConfig((K, n), (K, n), uint4b8(), torch.bfloat16, 32, False, False)
+            config = kernels.MPLinearLayerConfig(
+                (K, n), (K, n), uint4b8(), torch.bfloat16, 32, False, False
+            )
             return kernels.choose_mp_linear_kernel(config)(config, "weight_packed", "weight_scale")
         if scheme == "w8a8":
             return kernels.init_int8_linear_kernel(True, False, True, "test")
@@ -70,7 +77,9 @@ def engines_layer(scheme: str, layers: list[QuantLinear], kernel: Any) -> nn.Mod
     """One fused layer with the published tensors, after vLLM's processing of loaded weights."""
     module = nn.Module()
     parts = [layer.quantized().tensors for layer in layers]
-    for name in ("weight_packed", "weight_scale") if scheme == "w4a16" else ("weight", "weight_scale"):
+    for name in (
+        ("weight_packed", "weight_scale") if scheme == "w4a16" else ("weight", "weight_scale")
+    ):
         value = torch.cat([part[name] for part in parts])
         if scheme == "fp8" and name == "weight":
             value = value.t()  # as CompressedTensorsW8A8Fp8 leaves it
@@ -91,12 +100,17 @@ def test_rows_cut_in_any_way_have_the_same_bits_on_both_sides(scheme: str) -> No
     with torch.no_grad():
         whole = torch.cat([layer(x) for layer in layers], dim=1)
         assert whole.float().std() > 0.1
-        for number, cut in enumerate(CUTS[:1] if scheme == "fp8" else CUTS):  # e4m3 takes minutes in the interpreter
+        for number, cut in enumerate(
+            CUTS[:1] if scheme == "fp8" else CUTS
+        ):  # e4m3 takes minutes in the interpreter
             assert sum(cut) == ROWS
             pieces = x.split(cut)
             engine = torch.cat([kernel.apply_weights(module, piece, bias) for piece in pieces])
             assert torch.equal(engine, whole), (cut, "engine")
-            layer, columns = layers[number], slice(0, PARTS[0]) if number == 0 else slice(PARTS[0], None)
+            layer, columns = (
+                layers[number],
+                slice(0, PARTS[0]) if number == 0 else slice(PARTS[0], None),
+            )
             trainer = torch.cat([layer(piece) for piece in pieces])
             assert torch.equal(trainer, whole[:, columns]), (cut, "trainer")
 
@@ -110,10 +124,14 @@ def test_the_engine_calls_one_operator_on_the_wire_tensors(scheme: str) -> None:
     module = engines_layer(scheme, trainers_layers(scheme), kernel)
     before = {name: (p.data_ptr(), p.shape, p.dtype) for name, p in module.named_parameters()}
     kernel.process_weights_after_loading(module)
-    assert {name: (p.data_ptr(), p.shape, p.dtype) for name, p in module.named_parameters()} == before
+    assert {
+        name: (p.data_ptr(), p.shape, p.dtype) for name, p in module.named_parameters()
+    } == before
     weight, scale = (p.detach() for p in module.parameters())
     operands = (weight.t() if scheme == "fp8" else weight, scale, None, "qarl", scheme, sum(PARTS))
     x = torch.randn(5, K).bfloat16().to(DEVICE)
-    torch.library.opcheck(torch.ops.qarl.linear.default, (x, *operands), test_utils="test_faketensor")
+    torch.library.opcheck(
+        torch.ops.qarl.linear.default, (x, *operands), test_utils="test_faketensor"
+    )
     output = kernel.apply_weights(module, x.view(1, 5, K))
     assert output.shape == (1, 5, sum(PARTS)) and output.dtype == torch.bfloat16

@@ -21,7 +21,11 @@ EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 2, 96, 64
 
 def wire(weights: torch.Tensor, scheme: str) -> dict[str, torch.Tensor]:
     each = [quantize(weight, get_scheme(scheme, 32)).tensors for weight in weights]
-    return {name: torch.stack([t[name] for t in each]).to(DEVICE) for name in each[0] if name != "weight_shape"}
+    return {
+        name: torch.stack([t[name] for t in each]).to(DEVICE)
+        for name in each[0]
+        if name != "weight_shape"
+    }
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -34,9 +38,13 @@ def test_forward_and_gradients(scheme: str) -> None:
     grad = torch.randn(19, HIDDEN).bfloat16()
     made = []
     for kernel in (TritonExperts, ReferenceExperts):
-        inputs = [t.detach().clone().to(DEVICE).requires_grad_() for t in (x, weights, gate_up, down)]
+        inputs = [
+            t.detach().clone().to(DEVICE).requires_grad_() for t in (x, weights, gate_up, down)
+        ]
         tensors = wire(gate_up, scheme), wire(down, scheme)
-        y = fused_experts(*inputs[:2], ids.to(DEVICE), *inputs[2:], LowBitExperts.of(kernel, *tensors))
+        y = fused_experts(
+            *inputs[:2], ids.to(DEVICE), *inputs[2:], LowBitExperts.of(kernel, *tensors)
+        )
         y.backward(grad.to(DEVICE))
         made.append([y.detach(), *(t.grad for t in inputs)])
     for tensor, expected in zip(*made, strict=True):
@@ -78,8 +86,12 @@ def test_the_backward_makes_no_fp32_copy_of_its_rows(scheme: str) -> None:
     down = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE).bfloat16().to(DEVICE).requires_grad_()
     x = torch.randn(19, HIDDEN).bfloat16().to(DEVICE).requires_grad_()
     weights, ids = (t.to(DEVICE) for t in torch.rand(19, EXPERTS).topk(TOP_K))
-    experts = LowBitExperts.of(TritonExperts, wire(gate_up.detach().cpu(), scheme), wire(down.detach().cpu(), scheme))
+    experts = LowBitExperts.of(
+        TritonExperts, wire(gate_up.detach().cpu(), scheme), wire(down.detach().cpu(), scheme)
+    )
     y = fused_experts(x, weights.requires_grad_(), ids, gate_up, down, experts)
     with Sizes() as sizes:
         y.backward(torch.ones_like(y))
-    assert {name: size for name, size in sizes.fp32.items() if size >= 19 * TOP_K * INTERMEDIATE} == {}
+    assert {
+        name: size for name, size in sizes.fp32.items() if size >= 19 * TOP_K * INTERMEDIATE
+    } == {}

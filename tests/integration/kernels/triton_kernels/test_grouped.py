@@ -24,7 +24,9 @@ def ends_of(counts: list[int]) -> torch.Tensor:
     return torch.tensor(counts).cumsum(0).to(torch.int32)
 
 
-def make(counts: list[int], n: int, k: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make(
+    counts: list[int], n: int, k: int, group: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     packed = torch.randint(-(2**31), 2**31, (len(counts), n, k // 8)).to(torch.int32)
     scale = (torch.rand(len(counts), n, k // group) * 0.05 + 0.01).bfloat16()
@@ -32,9 +34,13 @@ def make(counts: list[int], n: int, k: int, group: int) -> tuple[torch.Tensor, t
     return packed, scale, weight
 
 
-def assert_products(product: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> None:
+def assert_products(
+    product: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
+) -> None:
     x, weight = x.double(), weight.double()
-    assert_one_rounding(product, grouped_linear(x, weight, ends), grouped_linear(x.abs(), weight.abs(), ends))
+    assert_one_rounding(
+        product, grouped_linear(x, weight, ends), grouped_linear(x.abs(), weight.abs(), ends)
+    )
 
 
 @pytest.mark.parametrize("tile", [None, Tile(16, 32, 64)], ids=str)
@@ -61,7 +67,9 @@ def test_int8_is_exact(k: int, counts: list[int], tile: Tile | None) -> None:
     sums = grouped_linear(x.double(), weight.double(), ends).float()
     experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     expected = ((sums * weight_scale[experts].squeeze(-1)) * x_scale).bfloat16()
-    product = grouped_scaled_mm(*(t.to(DEVICE) for t in (x, x_scale, weight, weight_scale, ends)), tile=tile)
+    product = grouped_scaled_mm(
+        *(t.to(DEVICE) for t in (x, x_scale, weight, weight_scale, ends)), tile=tile
+    )
     assert torch.equal(product.cpu(), expected)
 
 
@@ -89,11 +97,20 @@ def test_past_the_ridge_experts_are_dequantized() -> None:
     arguments = [tensor.to(DEVICE) for tensor in (packed, scale, ends)]
     x, grad = torch.randn(2100, 64).bfloat16(), torch.randn(2100, 32).bfloat16()
     assert_products(grouped_w4a16_linear(x.to(DEVICE), *arguments), x, weight, ends)
-    assert_products(grouped_w4a16_backward_input(grad.to(DEVICE), *arguments), grad, weight.mT, ends)
+    assert_products(
+        grouped_w4a16_backward_input(grad.to(DEVICE), *arguments), grad, weight.mT, ends
+    )
 
 
 def test_the_grid_covers_every_routing() -> None:
-    for rows, experts, block in ((0, 4, 16), (1, 4, 16), (16, 1, 16), (17, 1, 16), (100, 8, 16), (3, 64, 32)):
+    for rows, experts, block in (
+        (0, 4, 16),
+        (1, 4, 16),
+        (16, 1, 16),
+        (17, 1, 16),
+        (100, 8, 16),
+        (3, 64, 32),
+    ):
         worst = 0
         for used in range(1, min(rows, experts) + 1):  # one row each, the rest in one expert
             worst = max(worst, used - 1 + -(-(rows - used + 1) // block))

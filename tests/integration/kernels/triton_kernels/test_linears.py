@@ -26,15 +26,21 @@ def operands(layer: QuantLinear, x: torch.Tensor) -> tuple[torch.Tensor, torch.T
     """float64 x [M, K] and weight [N, K] as the layer rounds them, on the CPU."""
     tensors = {name: tensor.cpu() for name, tensor in layer.quantized().tensors.items()}
     if layer.scheme.name == "w4a16":
-        return x.cpu().double(), dequantize_int4(tensors["weight_packed"], tensors["weight_scale"]).double()
+        return x.cpu().double(), dequantize_int4(
+            tensors["weight_packed"], tensors["weight_scale"]
+        ).double()
     values, scale = quantize_tokens(x, tensors["weight"].dtype)
-    return values.cpu().double() * scale.cpu().double(), tensors["weight"].double() * tensors["weight_scale"].double()
+    return values.cpu().double() * scale.cpu().double(), tensors["weight"].double() * tensors[
+        "weight_scale"
+    ].double()
 
 
 @pytest.mark.parametrize("rows", [1, 37])
 @pytest.mark.parametrize("kernel", NAMES)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_forward_and_gradients_without_a_bf16_copy_of_the_weight(scheme: str, kernel: str, rows: int) -> None:
+def test_forward_and_gradients_without_a_bf16_copy_of_the_weight(
+    scheme: str, kernel: str, rows: int
+) -> None:
     layer = make_layer(scheme, kernel)
     x = (torch.randn(rows, 128) * torch.randn(rows, 1).exp()).bfloat16().to(DEVICE).requires_grad_()
     grad = torch.randn(rows, 96).bfloat16().to(DEVICE)

@@ -39,7 +39,11 @@ def check(weight: torch.Tensor, scheme: str, group_size: int = 32) -> None:
     wanted = quantize(weight.cpu(), get_scheme(scheme, group_size=group_size)).tensors
     values, scale, flag = (tensor.cpu() for tensor in run(weight, scheme, group_size))
     expected = wanted["weight_packed" if scheme == "w4a16" else "weight"]
-    assert flag.tolist() == [0] and values.dtype == expected.dtype and scale.dtype == wanted["weight_scale"].dtype
+    assert (
+        flag.tolist() == [0]
+        and values.dtype == expected.dtype
+        and scale.dtype == wanted["weight_scale"].dtype
+    )
     assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scale.view(torch.uint8), wanted["weight_scale"].view(torch.uint8))
 
@@ -48,7 +52,11 @@ def check(weight: torch.Tensor, scheme: str, group_size: int = 32) -> None:
 def test_group_sizes(group_size: int) -> None:
     """Also those that are not powers of two, for which part of a tile is empty."""
     torch.manual_seed(1)
-    check(torch.randn(11, 288 if 288 % group_size == 0 else 384, device=DEVICE).to(BF16), "w4a16", group_size)
+    check(
+        torch.randn(11, 288 if 288 % group_size == 0 else 384, device=DEVICE).to(BF16),
+        "w4a16",
+        group_size,
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -57,7 +65,10 @@ def test_ties_and_extremes(scheme: str, dtype: torch.dtype) -> None:
     """Codes halfway between two, and groups at both ends of the range: scales from eps and subnormal to 1e37."""
     torch.manual_seed(3)
     halves = torch.arange(-15, 16, dtype=FP32) / 2
-    rows = [torch.cat([halves, halves.new_tensor([7.5])]) * scale for scale in (1.0, 0.25, 3.0, 1e-30, 1e30)]
+    rows = [
+        torch.cat([halves, halves.new_tensor([7.5])]) * scale
+        for scale in (1.0, 0.25, 3.0, 1e-30, 1e30)
+    ]
     rows += [torch.randn(32) * scale for scale in (1e-40, 3e-39, 2e-38, 1e-36, 5e-2, 1e36, 8e37)]
     rows += [torch.full((32,), value) for value in (0.0, 1e-45, 9.2e-41, 1.2e-38, -3e38, 2e-2)]
     weight = torch.stack(rows).to(dtype).to(DEVICE)
@@ -73,10 +84,14 @@ def test_reciprocal_equals_division_on_the_bf16_grid(off: float) -> None:
     significands = torch.arange(128, 256, dtype=FP32, device=DEVICE)
     w, s = significands[:, None] / 16, significands[None, :]
     assert torch.equal((w * (1.0 / s * (1 + off * 2.0**-21))).to(BF16), (w / s).to(BF16))
-    absmax = torch.arange(0x7F80, dtype=torch.int32, device=DEVICE).to(torch.int16).view(BF16).float()
+    absmax = (
+        torch.arange(0x7F80, dtype=torch.int32, device=DEVICE).to(torch.int16).view(BF16).float()
+    )
     for half_range in (7.5, 127.5, 448.0):
         divisor = torch.full_like(absmax, half_range)
-        assert torch.equal((absmax * (1.0 / divisor * (1 + off * 2.0**-23))).to(BF16), (absmax / divisor).to(BF16))
+        assert torch.equal(
+            (absmax * (1.0 / divisor * (1 + off * 2.0**-23))).to(BF16), (absmax / divisor).to(BF16)
+        )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -90,7 +105,9 @@ def test_every_bf16_number(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("value", [float("nan"), float("-nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("-nan"), float("inf"), float("-inf")], ids=str
+)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_nonfinite_is_flagged(scheme: str, value: float, dtype: torch.dtype) -> None:
     weight = torch.ones(5, 1056, dtype=dtype, device=DEVICE)
@@ -142,7 +159,9 @@ def check_tokens(x: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("scheme", CODES)
-@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (3, 100), (6, 1536), (2, 8192), (2, 8200)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "cols"), [(1, 1), (3, 100), (6, 1536), (2, 8192), (2, 8200)], ids=str
+)
 def test_rows_as_weights_and_as_tokens(scheme: str, rows: int, cols: int) -> None:
     """8200 columns are read twice, in blocks of which the last is almost empty."""
     torch.manual_seed(2)
@@ -157,7 +176,12 @@ def test_rows_of_all_magnitudes(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     rows = [torch.randn(254) * 10.0**exponent for exponent in range(-40, 38, 3)]
     halves = torch.arange(-127, 127) + 0.5
-    rows += [torch.zeros(254), torch.full((254,), 3e38), torch.full((254,), -1e-40), halves.clamp(-127, 127)]
+    rows += [
+        torch.zeros(254),
+        torch.full((254,), 3e38),
+        torch.full((254,), -1e-40),
+        halves.clamp(-127, 127),
+    ]
     x = torch.stack(rows).to(BF16).to(DEVICE)
     check_tokens(x, dtype)
 

@@ -21,7 +21,10 @@ def make(kind: str, m: int, n: int, k: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
     quantize = quantize_int8 if kind == "int8" else quantize_fp8
     x = torch.randn(m, k) * torch.randn(m, 1).exp()
-    return [*quantize(x.bfloat16()), *quantize((torch.randn(n, k) * torch.randn(n, 1).exp()).bfloat16())]
+    return [
+        *quantize(x.bfloat16()),
+        *quantize((torch.randn(n, k) * torch.randn(n, 1).exp()).bfloat16()),
+    ]
 
 
 def on_device(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -30,7 +33,9 @@ def on_device(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_int8_has_the_bits_of_the_exact_sum_scaled_in_order(m: int, n: int, k: int, tile: Tile | None) -> None:
+def test_int8_has_the_bits_of_the_exact_sum_scaled_in_order(
+    m: int, n: int, k: int, tile: Tile | None
+) -> None:
     x, x_scale, weight, weight_scale = tensors = make("int8", m, n, k)
     sums = (x.long() @ weight.long().t()).float()
     scaled = (sums * weight_scale.t()) * x_scale
@@ -64,7 +69,11 @@ def test_fp8(m: int, n: int, k: int, tile: Tile | None, fast: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_tma_and_plain_loads_give_the_same_bits(kind: str) -> None:
     x, x_scale, weight, weight_scale = on_device(make(kind, 20, 50, 192))
-    apart = torch.zeros(20, 200, dtype=x.dtype, device=DEVICE) if kind == "int8" else x.new_empty(20, 200)
+    apart = (
+        torch.zeros(20, 200, dtype=x.dtype, device=DEVICE)
+        if kind == "int8"
+        else x.new_empty(20, 200)
+    )
     apart[:, :192] = x
     strided = apart[:, :192]
     assert not takes_tma(strided, weight)

@@ -13,12 +13,20 @@ from qarl.kernels.triton.tiles import Tile, choose
 from qarl.kernels.triton.w4a16 import w4a16_backward_input, w4a16_linear
 
 # M, N, K, group size: one row, N odd, K of an odd number of groups, more than a tile of everything.
-SHAPES = [(1, 33, 256, 128), (5, 200, 128, 32), (7, 129, 192, 64), (17, 66, 640, 128), (65, 67, 288, 32)]
+SHAPES = [
+    (1, 33, 256, 128),
+    (5, 200, 128, 32),
+    (7, 129, 192, 64),
+    (17, 66, 640, 128),
+    (65, 67, 288, 32),
+]
 FORWARD_TILES = [Tile(16, 32, 64), Tile(16, 64, 128, per_sm=4), Tile(64, 32, 256)]
 BACKWARD_TILES = [Tile(16, 32, 128), Tile(16, 16, 64, per_sm=4), Tile(64, 64, 256)]
 
 
-def make(n: int, k: int, group: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make(
+    n: int, k: int, group: int, *, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random codes (compressed-tensors' layout), BF16 scales of many sizes, and the BF16 weight they stand for."""
     torch.manual_seed(seed)
     packed = torch.randint(-(2**31), 2**31, (n, k // 8)).to(torch.int32)
@@ -30,8 +38,12 @@ def make_rows(rows: int, columns: int) -> torch.Tensor:
     return (torch.randn(rows, columns) * torch.randn(rows, 1).exp()).bfloat16()
 
 
-def assert_product(product: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | float = 0.0) -> None:
-    assert_one_rounding(product, a.double() @ b.double() + bias, a.double().abs() @ b.double().abs())
+def assert_product(
+    product: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | float = 0.0
+) -> None:
+    assert_one_rounding(
+        product, a.double() @ b.double() + bias, a.double().abs() @ b.double().abs()
+    )
 
 
 @pytest.mark.parametrize("tile", [None, *FORWARD_TILES], ids=str)
@@ -40,7 +52,12 @@ def test_forward(m: int, n: int, k: int, group: int, tile: Tile | None) -> None:
     packed, scale, weight = make(n, k, group)
     x, bias = make_rows(m, k), torch.randn(n).bfloat16()
     assert_product(w4a16_linear(x.to(DEVICE), packed, scale, tile=tile), x, weight.t())
-    assert_product(w4a16_linear(x.to(DEVICE), packed, scale, bias.to(DEVICE), tile=tile), x, weight.t(), bias.double())
+    assert_product(
+        w4a16_linear(x.to(DEVICE), packed, scale, bias.to(DEVICE), tile=tile),
+        x,
+        weight.t(),
+        bias.double(),
+    )
 
 
 @pytest.mark.parametrize("tile", [None, *BACKWARD_TILES], ids=str)
@@ -56,10 +73,15 @@ def test_the_operand_is_the_rounded_product_of_code_and_scale(group: int) -> Non
     """Multiplying by ones of the unit matrix leaves the weights themselves, whatever the order of the sum."""
     packed, scale, weight = make(32, 128, group)
     tiny = torch.tensor(3e-39).bfloat16()
-    scale[0], weight = tiny, int4.dequantize_int4(packed.cpu(), torch.cat([tiny.expand_as(scale[:1]), scale[1:].cpu()]))
+    scale[0], weight = (
+        tiny,
+        int4.dequantize_int4(packed.cpu(), torch.cat([tiny.expand_as(scale[:1]), scale[1:].cpu()])),
+    )
     eye = torch.eye(128, device=DEVICE).bfloat16()
     assert torch.equal(w4a16_linear(eye, packed, scale, tile=Tile(128, 32, 128)).t().cpu(), weight)
-    assert torch.equal(w4a16_backward_input(eye[:32, :32], packed, scale, tile=Tile(32, 32, 128)).cpu(), weight)
+    assert torch.equal(
+        w4a16_backward_input(eye[:32, :32], packed, scale, tile=Tile(32, 32, 128)).cpu(), weight
+    )
 
 
 def test_past_the_ridge_the_weight_is_dequantized_and_the_numbers_stay() -> None:
@@ -70,14 +92,19 @@ def test_past_the_ridge_the_weight_is_dequantized_and_the_numbers_stay() -> None
     x, grad = make_rows(1024, 128).to(DEVICE), make_rows(1024, 72).to(DEVICE)
     pairs = [
         (w4a16_linear(x, packed, scale), w4a16_linear(x, packed, scale, tile=FORWARD_TILES[2])),
-        (w4a16_backward_input(grad, packed, scale), w4a16_backward_input(grad, packed, scale, tile=BACKWARD_TILES[2])),
+        (
+            w4a16_backward_input(grad, packed, scale),
+            w4a16_backward_input(grad, packed, scale, tile=BACKWARD_TILES[2]),
+        ),
     ]
     for dequantized, fused in pairs:
         near = dequantized.abs().amax() * 2**-16  # an ulp has no size where a sum cancels
         assert ((dequantized - fused).abs() <= dequantized.abs() * 2**-7 + near).all()
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 32, 64, per_sm=4), Tile(16, 32, 64)], ids=["split", "whole"])
+@pytest.mark.parametrize(
+    "tile", [Tile(16, 32, 64, per_sm=4), Tile(16, 32, 64)], ids=["split", "whole"]
+)
 def test_the_same_inputs_give_the_same_bits(tile: Tile) -> None:
     wide, tall = make(32, 512, 128)[:2], make(256, 64, 32)[:2]
     x, grad = make_rows(5, 512).to(DEVICE), make_rows(5, 256).to(DEVICE)
@@ -97,14 +124,18 @@ def test_batch_invariance() -> None:
     dx = w4a16_backward_input(grad, packed, scale, batch_invariant=True)
     for rows in (1, 2, 63, 65):
         assert torch.equal(w4a16_linear(x[:rows], packed, scale, batch_invariant=True), y[:rows])
-        assert torch.equal(w4a16_backward_input(grad[:rows], packed, scale, batch_invariant=True), dx[:rows])
+        assert torch.equal(
+            w4a16_backward_input(grad[:rows], packed, scale, batch_invariant=True), dx[:rows]
+        )
 
 
 def test_strided_rows() -> None:
     packed, scale, _ = make(40, 128, 32)
     wide, tall = make_rows(6, 256).to(DEVICE), make_rows(128, 6).to(DEVICE)
     for x in (wide[:, :128], wide[::2, 128:], wide[:, ::2], tall.t()):
-        assert torch.equal(w4a16_linear(x, packed, scale), w4a16_linear(x.contiguous(), packed, scale))
+        assert torch.equal(
+            w4a16_linear(x, packed, scale), w4a16_linear(x.contiguous(), packed, scale)
+        )
         grad = x[:, :40]
         expected = w4a16_backward_input(grad.contiguous(), packed, scale)
         assert torch.equal(w4a16_backward_input(grad, packed, scale), expected)

@@ -18,7 +18,9 @@ from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.wire import encode_publish
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
 
-GRAPHS = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE")))
+GRAPHS = SimpleNamespace(
+    compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"))
+)
 
 
 class Kernel:
@@ -132,7 +134,9 @@ def receiver(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> WeightReceive
 
     import vllm.config
 
-    monkeypatch.setattr(vllm.config, "set_current_vllm_config", lambda config: contextlib.nullcontext())
+    monkeypatch.setattr(
+        vllm.config, "set_current_vllm_config", lambda config: contextlib.nullcontext()
+    )
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32), **vars(GRAPHS))
     expected = {"one.weight": TensorSpec.of(torch.zeros(3, 2))}
     return WeightReceiver(model, config, expected, kv_caches=list, direct=False)
@@ -146,14 +150,21 @@ def test_a_publish_through_vllms_reload_leaves_the_workspace_in_its_place(
     weight, workspace = model.one.weight.data_ptr(), model.one.scheme.workspace
     workspace.fill_(3)
     for version in (1, 2):
-        receiving.feed(encode_publish([("one.weight", torch.full((3, 2), float(version)))], version=version))
+        receiving.feed(
+            encode_publish([("one.weight", torch.full((3, 2), float(version)))], version=version)
+        )
         assert receiving.version == version
-        assert model.one.weight.data_ptr() == weight and model.one.weight.tolist() == [[2 * version] * 2] * 3
+        assert (
+            model.one.weight.data_ptr() == weight
+            and model.one.weight.tolist() == [[2 * version] * 2] * 3
+        )
         assert model.one.scheme.workspace is workspace and workspace.tolist() == [0] * 4
 
 
 @pytest.mark.vllm
-def test_the_next_publish_reports_what_an_aborted_one_moved(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_publish_reports_what_an_aborted_one_moved(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model.one.table = functools.partial(max, torch.ones(6))
     receiving = receiver(model, monkeypatch)
     receiving.feed(list(encode_publish([("one.weight", torch.ones(3, 2))], version=1))[:-1])
@@ -164,10 +175,14 @@ def test_the_next_publish_reports_what_an_aborted_one_moved(model: Any, monkeypa
 
 
 @pytest.mark.vllm
-def test_an_engine_whose_graphs_lost_a_tensor_is_broken(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_whose_graphs_lost_a_tensor_is_broken(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model.one.steps = functools.partial(max, torch.ones(6))
     receiving = receiver(model, monkeypatch)
-    with pytest.raises(TensorsMoved, match=r"(?s)version 1 moved.*model\.one\.steps.*fix: .*enforce_eager=true"):
+    with pytest.raises(
+        TensorsMoved, match=r"(?s)version 1 moved.*model\.one\.steps.*fix: .*enforce_eager=true"
+    ):
         receiving.feed(encode_publish([("one.weight", torch.ones(3, 2))], version=1))
     assert receiving.broken and receiving.stale
     with pytest.raises(ReloadFailed, match="takes no more publishes"):

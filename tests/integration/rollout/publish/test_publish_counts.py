@@ -30,7 +30,17 @@ from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, encode_publish, read_
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 LIMIT = 40
-WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
+WAITS = {
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "nonzero",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +59,9 @@ class Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returns = func._schema.returns
-        is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        is_view = bool(returns) and all(
+            r.alias_info is not None and not r.alias_info.is_write for r in returns
+        )
         if not is_view and "empty" not in str(func):
             self.names.append(str(func))
         return func(*args, **kwargs or {})
@@ -84,7 +96,10 @@ def counts(
     cache = None if changed is None else PublishedCache()
     receiver.feed(encode_publish(published, version=1, cache=cache))
     if changed is not None:
-        published = [(name, other_word(tensor) if name.startswith(changed) else tensor) for name, tensor in published]
+        published = [
+            (name, other_word(tensor) if name.startswith(changed) else tensor)
+            for name, tensor in published
+        ]
     stream = encode_publish(published, version=2, cache=cache, is_delta=cache is not None)
     bucket, units = list[Any](), 0
     while True:
@@ -107,7 +122,11 @@ def _unit(bucket: list[Any]) -> str | None:
     name, tensor = bucket[-1]
     if name != UNIT:
         return None
-    return unit_of(bucket[0][0]) if tensor.dtype == torch.int64 else str(read_record(name, tensor)["unit"])
+    return (
+        unit_of(bucket[0][0])
+        if tensor.dtype == torch.int64
+        else str(read_record(name, tensor)["unit"])
+    )
 
 
 def other_word(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,7 +149,9 @@ def conversions_to_tiles() -> int:
         *(("w4a16", "none"), ("bf16", "none"), ("w4a16", "model.layers.1.mlp.experts.")),
     ],
 )
-def test_a_layer_costs_the_same_with_any_number_of_experts(scheme: str, changed: str | None, tmp_path: Path) -> None:
+def test_a_layer_costs_the_same_with_any_number_of_experts(
+    scheme: str, changed: str | None, tmp_path: Path
+) -> None:
     """W8A8 on a CPU is left out: oneDNN has one object per matrix. In BF16, vLLM reads the address of such an object
     when it frees that of a dense layer. If nothing has changed, each side reads one result of the layer."""
     few, many = (counts(tmp_path / str(experts), scheme, experts, changed) for experts in (4, 16))
@@ -144,4 +165,8 @@ def test_a_layer_costs_the_same_with_any_number_of_experts(scheme: str, changed:
         return
     assert waits == ["item"] * freed and not any("local_scalar" in name for name in sent)
     packing = conversions_to_tiles() if scheme == "w4a16" else 0
-    assert len(sent) <= LIMIT and len(received) - packing <= LIMIT, (len(sent), len(received), packing)
+    assert len(sent) <= LIMIT and len(received) - packing <= LIMIT, (
+        len(sent),
+        len(received),
+        packing,
+    )

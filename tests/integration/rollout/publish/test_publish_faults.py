@@ -57,8 +57,12 @@ def world(request: Any, tmp_path_factory: Any) -> Iterator[World]:
     """A W8A8 engine without one scale answers plausible numbers; a W4A16 one NaN."""
     kind, name = request.param.split("-")
     scheme, dense = get_scheme(name, 32), kind == "dense"
-    folder = (save_random_model if dense else save_random_moe)(tmp_path_factory.mktemp("models") / kind)
-    good, other = (list(wire_tensors(folder, scheme, noise_seed=seed).items()) for seed in (None, 1))
+    folder = (save_random_model if dense else save_random_moe)(
+        tmp_path_factory.mktemp("models") / kind
+    )
+    good, other = (
+        list(wire_tensors(folder, scheme, noise_seed=seed).items()) for seed in (None, 1)
+    )
     owner, on_the_wire = (LINEAR, LINEAR) if dense else (EXPERT, STACK)
     scale = "weight_scale" if scheme.quantized else "weight"
     sent = {"weight": f"{on_the_wire}.{'weight_packed' if name == 'w4a16' else 'weight'}"}
@@ -92,19 +96,33 @@ def of_another_layer(tensors: Tensors, name: str) -> Tensors:
 
 FAULTS: dict[str, tuple[Callable[[Tensors, str], Tensors], str]] = {
     "missing": (without, "{part}: missing"),
-    "not of this model": (lambda t, _: [*t, ("model.extra", torch.zeros(1))], r"model\.extra: not a tensor of this"),
+    "not of this model": (
+        lambda t, _: [*t, ("model.extra", torch.zeros(1))],
+        r"model\.extra: not a tensor of this",
+    ),
     "sent twice": (lambda t, _: [*t, t[0]], "sent twice"),
     "named as another layer's": (of_another_layer, "sent twice; {part}: missing"),
-    "another dtype": (lambda t, n: changed(t, n, torch.Tensor.half), "{part}: is float16 .* the engine expects"),
-    "transposed": (lambda t, n: changed(t, n, lambda x: x.t().contiguous()), "{part}: is .* the engine expects"),
+    "another dtype": (
+        lambda t, n: changed(t, n, torch.Tensor.half),
+        "{part}: is float16 .* the engine expects",
+    ),
+    "transposed": (
+        lambda t, n: changed(t, n, lambda x: x.t().contiguous()),
+        "{part}: is .* the engine expects",
+    ),
     "NaN": (lambda t, n: changed(t, n, lambda x: x * float("nan")), "{part}: holds NaN or Inf"),
 }
 
 
 def state(engine: RolloutEngine) -> list[Any]:
     """What the engine multiplies by: its parameters, and for low-bit experts what the kernel made of them."""
-    kernels = [getattr(getattr(m, "quant_method", None), "moe_kernel", None) for m in engine.model().modules()]
-    prepared = [getattr(kernel.fused_experts, "prepared", None) for kernel in kernels if kernel is not None]
+    kernels = [
+        getattr(getattr(m, "quant_method", None), "moe_kernel", None)
+        for m in engine.model().modules()
+    ]
+    prepared = [
+        getattr(kernel.fused_experts, "prepared", None) for kernel in kernels if kernel is not None
+    ]
     return [*(p.detach().clone() for p in engine.model().parameters()), *prepared]
 
 
@@ -156,7 +174,9 @@ def test_damage_on_the_way(world: World, damage: str, leaf: str) -> None:
     if damage == "no end":
         receiver.feed(spoil(stream, name, old))
     else:
-        with pytest.raises((TransferFailed, ConnectionResetError), match=message.format(name=re.escape(name))):
+        with pytest.raises(
+            (TransferFailed, ConnectionResetError), match=message.format(name=re.escape(name))
+        ):
             receiver.feed(spoil(stream, name, old))
     check_recovery(world, "publish of version 7 did not complete")
 
@@ -215,7 +235,9 @@ def test_a_nan_in_the_engine_leaves_nothing_behind(world: World) -> None:
         pytest.skip("a router chooses nothing from NaN")
     receiver: Any = world.engine.receiver
     world.engine.model().get_parameter("model.norm.weight").data.fill_(1.0)
-    world.engine.model().get_parameter("model.layers.0.input_layernorm.weight").data.fill_(float("nan"))
+    world.engine.model().get_parameter("model.layers.0.input_layernorm.weight").data.fill_(
+        float("nan")
+    )
     with pytest.raises(FloatingPointError, match="not finite"):
         greedy(world.engine)
     assert any(bool(cache.isnan().any()) for cache in receiver.kv_caches())

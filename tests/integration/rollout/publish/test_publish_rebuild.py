@@ -30,10 +30,15 @@ class Lost(torch.Tensor):
 
 def test_an_exception_in_the_middle_of_vllms_reload(pristine_model):
     """Through layerwise reload, as on a GPU: half loaded for real, refused from then on, and rebuilt."""
-    tensors, other = (list(packed_state_dict(load_model(pristine_model, noise_seed=seed))) for seed in (None, 1))
+    tensors, other = (
+        list(packed_state_dict(load_model(pristine_model, noise_seed=seed))) for seed in (None, 1)
+    )
     sizes = {"max_model_len": 64, "kv_cache_gib": 0.25}
     config = EngineConfig(str(pristine_model), SCHEME, ("lm_head",), direct_writes=False, **sizes)
-    spoilt = [(n, t.as_subclass(Lost) if n == "model.layers.1.mlp.up_proj.weight_packed" else t) for n, t in other]
+    spoilt = [
+        (n, t.as_subclass(Lost) if n == "model.layers.1.mlp.up_proj.weight_packed" else t)
+        for n, t in other
+    ]
     with RolloutEngine(config) as engine:
         assert any(target.writer is None for target in engine.receiver.plan.by_owner.values())
         engine.publish(tensors, version=1)
@@ -46,23 +51,33 @@ def test_an_exception_in_the_middle_of_vllms_reload(pristine_model):
             engine.publish(spoilt, version=5)
         with pytest.raises(UserError, match="publish of version 5 did not complete"):
             engine.generate(PROMPTS, SamplingConfig(4))
-        with pytest.raises(ReloadFailed, match=r"(?s)takes no more publishes.*version 5 did not complete.*rebuild\(\)"):
+        with pytest.raises(
+            ReloadFailed,
+            match=r"(?s)takes no more publishes.*version 5 did not complete.*rebuild\(\)",
+        ):
             engine.publish(tensors, version=6)
         with pytest.raises(UserError, match="publish of version 5 did not complete"):
             engine.generate(PROMPTS, SamplingConfig(4))
         old = [
             weakref.ref(tensor)
-            for tensor in (*engine.model().state_dict(keep_vars=True).values(), *engine.receiver.kv_caches())
+            for tensor in (
+                *engine.model().state_dict(keep_vars=True).values(),
+                *engine.receiver.kv_caches(),
+            )
         ]
         engine.rebuild()
-        assert old and not any(tensor() is not None for tensor in old)  # on a GPU vLLM would refuse the second engine
+        assert old and not any(
+            tensor() is not None for tensor in old
+        )  # on a GPU vLLM would refuse the second engine
         with pytest.raises(UserError, match="nothing has been published"):
             engine.generate(PROMPTS, SamplingConfig(4))
         engine.publish(tensors, version=6)
         assert greedy(engine) == expected
 
         engine.llm.llm_engine.engine_core.shutdown()  # the engine goes away under us
-        with pytest.raises(EngineFailed, match=r"(?s)the rollout engine is lost.*vLLM failed.*rebuild_on_failure"):
+        with pytest.raises(
+            EngineFailed, match=r"(?s)the rollout engine is lost.*vLLM failed.*rebuild_on_failure"
+        ):
             greedy(engine)
         with pytest.raises(UserError, match=r"(?s)refuses to generate.*vLLM failed"):
             greedy(engine)
@@ -70,7 +85,9 @@ def test_an_exception_in_the_middle_of_vllms_reload(pristine_model):
             engine.publish(tensors, version=7)
         engine.rebuild()
         with pytest.raises(ValueError, match="KV cache"):
-            RolloutEngine(replace(config, kv_cache_gib=1e-4))  # this frees nothing of the first engine
+            RolloutEngine(
+                replace(config, kv_cache_gib=1e-4)
+            )  # this frees nothing of the first engine
         engine.publish(tensors, version=8)
         assert greedy(engine) == expected
 

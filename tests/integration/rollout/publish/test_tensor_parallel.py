@@ -55,7 +55,11 @@ def save_dense(folder: Path) -> Path:
 
 def save_mixture(folder: Path) -> Path:
     """A Qwen2-MoE: routed experts, a shared expert, biases of q, k and v."""
-    sizes = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "num_hidden_layers": 1}
+    sizes = {
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+        "num_hidden_layers": 1,
+    }
     return save_random_moe(folder, "qwen2_moe", **SIZES, **sizes)
 
 
@@ -65,7 +69,9 @@ def scheme(request: pytest.FixtureRequest) -> Scheme:
 
 
 @pytest.fixture(scope="module", params=[save_dense, save_mixture], ids=["dense", "experts"])
-def checkpoints(request: pytest.FixtureRequest, scheme: Scheme, tmp_path_factory: Any) -> Checkpoints:
+def checkpoints(
+    request: pytest.FixtureRequest, scheme: Scheme, tmp_path_factory: Any
+) -> Checkpoints:
     root = tmp_path_factory.mktemp("models")
     like = request.param(root / "like")
     first = wire_tensors(like, scheme)
@@ -85,21 +91,30 @@ def check_equal(written: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(("rank", "workers"), [(0, 2), (1, 2), (3, 4)])
-def test_a_worker_holds_what_vllms_loader_gives_it(checkpoints: Checkpoints, rank: int, workers: int) -> None:
+def test_a_worker_holds_what_vllms_loader_gives_it(
+    checkpoints: Checkpoints, rank: int, workers: int
+) -> None:
     """A, B, A, B, the last two as deltas. With 4 workers, two share a key-value head."""
     model, config = worker_model(checkpoints.folders[0], rank, workers)
-    first, second = multiplied(model), multiplied(worker_model(checkpoints.folders[1], rank, workers)[0])
+    first, second = (
+        multiplied(model),
+        multiplied(worker_model(checkpoints.folders[1], rank, workers)[0]),
+    )
     assert all(torch.isfinite(tensor).all() for tensor in first.values())
     assert any(not torch.equal(first[name], second[name]) for name in first)
     receiver, sender = receiver_of(model, config, checkpoints.scheme), DeltaSender()
-    if not (checkpoints.scheme.name == "w8a8" and torch.cpu._is_amx_tile_supported()):  # vLLM packs int8 for AMX
+    if not (
+        checkpoints.scheme.name == "w8a8" and torch.cpu._is_amx_tile_supported()
+    ):  # vLLM packs int8 for AMX
         assert all(target.writer is not None for target in receiver.plan.by_owner.values())
     for version, which in enumerate((1, 0, 1, 0, 1)):
         tensors = checkpoints.tensors[which]
         stream = encode_publish(stacked(tensors.items()), version=version)
         if version >= 2:
             fingerprint = receiver.cache.fingerprint if receiver.cache else None
-            stream = sender.stream(stacked(tensors.items()), version=version, receivers=[fingerprint])
+            stream = sender.stream(
+                stacked(tensors.items()), version=version, receivers=[fingerprint]
+            )
         receiver.feed(stream)
         assert sender.tally.known == (version > 2)
         check_equal(multiplied(model), (first, second)[which])
@@ -110,8 +125,18 @@ def test_a_worker_holds_what_vllms_loader_gives_it(checkpoints: Checkpoints, ran
     [
         ("qwen3", {"intermediate_size": 256}, 4, True),
         ("qwen3", {"intermediate_size": 192}, 4, False),  # 48 inputs of down_proj, groups of 32
-        ("qwen3", {"num_attention_heads": 6, "hidden_size": 192, "head_dim": 16, "intermediate_size": 64}, 2, False),
-        ("qwen3_moe", {"moe_intermediate_size": 64}, 4, False),  # 16 inputs of an expert's down_proj
+        (
+            "qwen3",
+            {"num_attention_heads": 6, "hidden_size": 192, "head_dim": 16, "intermediate_size": 64},
+            2,
+            False,
+        ),
+        (
+            "qwen3_moe",
+            {"moe_intermediate_size": 64},
+            4,
+            False,
+        ),  # 16 inputs of an expert's down_proj
         ("qwen2_moe", {"shared_expert_intermediate_size": 96}, 2, False),
     ],
 )
@@ -120,11 +145,18 @@ def test_a_run_is_refused_if_vllm_cannot_split_the_model(
 ) -> None:
     """`qarl.checks.layers.split_errors` before anything is loaded, and vLLM in its worker."""
     scheme = get_scheme("w4a16", 32)
-    folder = (save_random_moe if "moe" in family else save_random_model)(tmp_path / "model", family, **sizes)
+    folder = (save_random_moe if "moe" in family else save_random_model)(
+        tmp_path / "model", family, **sizes
+    )
     config = load_config(
         [
             f"config={ROOT / 'configs/quickstart_moe.yaml'}",
-            *("backend=verl", f"model.path={folder}", "trainer.n_gpus_per_node=4", "quant.group_size=32"),
+            *(
+                "backend=verl",
+                f"model.path={folder}",
+                "trainer.n_gpus_per_node=4",
+                "quant.group_size=32",
+            ),
             f"rollout.tensor_model_parallel_size={workers}",
         ]
     )

@@ -33,9 +33,13 @@ class RoutedExperts(nn.Module):
     def __init__(self, method: Any, *, use_ep: bool = False) -> None:
         super().__init__()
         self.quant_method, self.global_num_experts = method, EXPERTS
-        self.moe_config = SimpleNamespace(moe_parallel_config=SimpleNamespace(tp_rank=0, tp_size=1, use_ep=use_ep))
+        self.moe_config = SimpleNamespace(
+            moe_parallel_config=SimpleNamespace(tp_rank=0, tp_size=1, use_ep=use_ep)
+        )
         for name, shape in (("w13_weight", (2 * WIDTH, HIDDEN)), ("w2_weight", (HIDDEN, WIDTH))):
-            self.register_parameter(name, nn.Parameter(torch.zeros(EXPERTS, *shape), requires_grad=False))
+            self.register_parameter(
+                name, nn.Parameter(torch.zeros(EXPERTS, *shape), requires_grad=False)
+            )
 
 
 def engine_model(method: Any, **sizes: Any) -> Any:
@@ -58,7 +62,9 @@ def stacks(*, scales: bool = False, experts: int = EXPERTS) -> dict[str, torch.T
 
 
 def plan_of(model: Any, tensors: dict[str, torch.Tensor], **arguments: Any) -> WritePlan:
-    return WritePlan(model, None, {name: TensorSpec.of(t) for name, t in tensors.items()}, **arguments)
+    return WritePlan(
+        model, None, {name: TensorSpec.of(t) for name, t in tensors.items()}, **arguments
+    )
 
 
 class UnquantizedFusedMoEMethod: ...
@@ -81,22 +87,33 @@ def test_bf16_experts_are_processed_once() -> None:
     method, tensors = RepairedUnquantizedMethod(), stacks()
     model = engine_model(method)
     plan_of(model, tensors).write(tensors)
-    assert [torch.equal(*pair) for pair in zip(method.processed, tensors.values(), strict=True)] == [True, True]
+    assert [
+        torch.equal(*pair) for pair in zip(method.processed, tensors.values(), strict=True)
+    ] == [True, True]
     sent = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
-    assert sent.isdisjoint(parameter.untyped_storage().data_ptr() for parameter in model.parameters())
+    assert sent.isdisjoint(
+        parameter.untyped_storage().data_ptr() for parameter in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("same_bits", [False, True])
-def test_prepared_fp8_stacks_are_not_the_senders_memory(monkeypatch: pytest.MonkeyPatch, same_bits: bool) -> None:
+def test_prepared_fp8_stacks_are_not_the_senders_memory(
+    monkeypatch: pytest.MonkeyPatch, same_bits: bool
+) -> None:
     """A transport writes the next layer into its buffer, while the engine computes with this one."""
     monkeypatch.setattr(torch_linears, "_fp32_matmul_equals_scaled_mm", lambda columns: same_bits)
-    tensors = {"weight": torch.randn(2, 16, 8).to(torch.float8_e4m3fn), "weight_scale": torch.rand(2, 16, 1)}
+    tensors = {
+        "weight": torch.randn(2, 16, 8).to(torch.float8_e4m3fn),
+        "weight_scale": torch.rand(2, 16, 1),
+    }
     prepared = torch_linears.TorchFP8Linear.prepare_stack(tensors)
     before = [(matrix.weight.clone(), matrix.scale.clone()) for matrix in prepared]
     for tensor in tensors.values():
         tensor.zero_()
     for matrix, (weight, scale) in zip(prepared, before, strict=True):
-        assert torch.equal(matrix.weight.float(), weight.float()) and torch.equal(matrix.scale, scale)
+        assert torch.equal(matrix.weight.float(), weight.float()) and torch.equal(
+            matrix.scale, scale
+        )
 
 
 def test_a_parameter_of_experts_that_nothing_writes_is_refused() -> None:
@@ -122,7 +139,9 @@ def test_the_stacks_that_are_quantized_are_compared() -> None:
         with pytest.raises(UserError, match=rf"only the engine: \['{DOWN}'"):
             check_same_layers(engine_model(method), plain)
     check_same_layers(engine_model(RepairedUnquantizedMethod()), plain)
-    with pytest.raises(UserError, match=r"(?s)only the trainer: .*experts\.down_proj.*mlp\[\.\]gate"):
+    with pytest.raises(
+        UserError, match=r"(?s)only the trainer: .*experts\.down_proj.*mlp\[\.\]gate"
+    ):
         check_same_layers(engine_model(RepairedUnquantizedMethod()), low_bit)
 
 
@@ -150,7 +169,9 @@ def model_of(method: Any, *, scales: bool, **sizes: Any) -> Any:
     model = engine_model(method, **sizes)
     routed = routed_of(model)
     for name, rows in (("w13", 2 * WIDTH), ("w2", HIDDEN)) if scales else ():
-        routed.register_parameter(f"{name}_weight_scale", nn.Parameter(torch.zeros(EXPERTS, rows, 1)))
+        routed.register_parameter(
+            f"{name}_weight_scale", nn.Parameter(torch.zeros(EXPERTS, rows, 1))
+        )
     return model
 
 
@@ -197,12 +218,20 @@ FP8 = "CompressedTensorsW8A8Fp8MoEMethod"
         (f"My{FP8}", "TRITON", None, {}, True),  # a class of which nothing is known
         (FP8, "TRITON", padded, {}, True),
         (FP8, "TRITON", strided, {}, True),
-        (FP8, "TRITON", lambda model: setattr(routed_of(model), "w13_bias", nn.Parameter(torch.ones(4))), {}, True),
+        (
+            FP8,
+            "TRITON",
+            lambda model: setattr(routed_of(model), "w13_bias", nn.Parameter(torch.ones(4))),
+            {},
+            True,
+        ),
         (FP8, "TRITON", None, {"use_ep": True}, True),
         (FP8, "TRITON", None, {}, False),
     ],
 )
-def test_other_layouts_are_reloaded(name: str, backend: str, change: Any, sizes: Any, direct: bool) -> None:
+def test_other_layouts_are_reloaded(
+    name: str, backend: str, change: Any, sizes: Any, direct: bool
+) -> None:
     model = model_of(method_of(name, backend), scales=True, **sizes)
     if change:
         change(model)
@@ -222,7 +251,9 @@ def int4_stacks(groups: tuple[int, int] = (2, 2), rows: int = 64) -> dict[str, t
     torch.manual_seed(0)
     tensors = {}
     for name, n, count in zip((GATE_UP, DOWN), (rows, 64), groups, strict=True):
-        tensors[f"{name}.weight_packed"] = torch.randint(-(2**31), 2**31 - 1, (EXPERTS, n, 4), dtype=torch.int32)
+        tensors[f"{name}.weight_packed"] = torch.randint(
+            -(2**31), 2**31 - 1, (EXPERTS, n, 4), dtype=torch.int32
+        )
         tensors[f"{name}.weight_scale"] = torch.randn(EXPERTS, n, count).bfloat16()
     return tensors
 
@@ -234,8 +265,12 @@ def marlin_model(method: Any, tensors: dict[str, torch.Tensor]) -> Any:
     for stack, owner in (("w13", GATE_UP), ("w2", DOWN)):
         packed, scale = tensors[f"{owner}.weight_packed"], tensors[f"{owner}.weight_scale"]
         shape = (EXPERTS, packed.shape[2] // 2, 2 * packed.shape[1])
-        routed.register_parameter(f"{stack}_weight_packed", nn.Parameter(torch.zeros(shape).int(), requires_grad=False))
-        routed.register_parameter(f"{stack}_weight_scale", nn.Parameter(torch.zeros_like(scale.mT.contiguous())))
+        routed.register_parameter(
+            f"{stack}_weight_packed", nn.Parameter(torch.zeros(shape).int(), requires_grad=False)
+        )
+        routed.register_parameter(
+            f"{stack}_weight_scale", nn.Parameter(torch.zeros_like(scale.mT.contiguous()))
+        )
         routed.register_parameter(f"{stack}_weight_shape", nn.Parameter(torch.zeros(EXPERTS, 2)))
     routed.workspace = torch.ones(4, dtype=torch.int32)
     return model
@@ -249,7 +284,9 @@ def test_marlins_layout_is_written_in_place() -> None:
     plan_of(model, tensors).write(tensors)
     assert {leaf: tensor.data_ptr() for leaf, tensor in stored(model).items()} == before
     for stack, owner in (("w13", GATE_UP), ("w2", DOWN)):
-        made = to_marlin({leaf: tensors[f"{owner}.{leaf}"] for leaf in ("weight_packed", "weight_scale")})
+        made = to_marlin(
+            {leaf: tensors[f"{owner}.{leaf}"] for leaf in ("weight_packed", "weight_scale")}
+        )
         assert torch.equal(stored(model)[f"{stack}_weight_packed"], made[CODES])
         assert torch.equal(stored(model)[f"{stack}_weight_scale"], made[SCALES])
     assert not routed_of(model).workspace.any()
@@ -264,11 +301,16 @@ def test_marlins_layout_is_written_in_place() -> None:
         ({"symmetric": False}, int4_stacks()),
         ({"actorder": "group"}, int4_stacks()),
         ({"wna16_backend": SimpleNamespace(name="TRITON")}, int4_stacks()),
-        ({}, int4_stacks(groups=(2, 1))),  # vLLM would permute the scales of gate and up as those of down
+        (
+            {},
+            int4_stacks(groups=(2, 1)),
+        ),  # vLLM would permute the scales of gate and up as those of down
         ({}, int4_stacks(rows=96)),
     ],
 )
-def test_other_int4_experts_are_reloaded(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def test_other_int4_experts_are_reloaded(
+    settings: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> None:
     plan = plan_of(marlin_model(marlin_method(**settings), tensors), tensors)
     assert plan.by_owner[GATE_UP].writer is None
 
@@ -284,14 +326,19 @@ def test_vllm_stores_what_it_has_loaded(name: str, backend: str) -> None:
     layer: Any = SimpleNamespace(weight_block_size=None)
     made: Any
     if name == FP8:
-        stacks = [stack.to(torch.float8_e4m3fn) for stack in stacks] + [torch.randn(4, 6, 1), torch.randn(4, 8, 1)]
+        stacks = [stack.to(torch.float8_e4m3fn) for stack in stacks] + [
+            torch.randn(4, 6, 1),
+            torch.randn(4, 8, 1),
+        ]
         convert: Any = fp8.convert_to_fp8_moe_kernel_format
         made = convert(fp8.Fp8MoeBackend[backend], layer, *stacks, None, None)
     elif name.startswith("Unquantized"):
         which = unquantized.UnquantizedMoeBackend[backend]
         made = unquantized.convert_to_unquantized_kernel_format(which, layer, *stacks)
     else:
-        convert = getattr(int8, "convert_to_int8_moe_kernel_format", None)  # vLLM 0.24 converts nothing
+        convert = getattr(
+            int8, "convert_to_int8_moe_kernel_format", None
+        )  # vLLM 0.24 converts nothing
         made = convert(int8.Int8MoeBackend[backend], *stacks) if convert else stacks
     assert [stack.data_ptr() for stack in made] == [stack.data_ptr() for stack in stacks]
 
@@ -305,4 +352,6 @@ def test_without_a_known_cut_vllms_loader_gets_each_matrix() -> None:
     for parameter in layer.parameters():
         parameter.weight_loader = load
     experts.reload(layer, [{"weight": stack} for stack in stacks().values()], None)
-    assert all(torch.equal(*pair) for pair in zip(layer.parameters(), stacks().values(), strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(layer.parameters(), stacks().values(), strict=True)
+    )

@@ -28,7 +28,10 @@ def by_hand(data: bytes) -> int:
     outer = checksum.weights(2, len(words) // block + 1, torch.device("cpu")).tolist()
     total = len(data)
     for number in range(0, len(words), block):
-        row = sum(mixed(word, inner[i]) for i, word in enumerate(words[number : number + block])) & mask
+        row = (
+            sum(mixed(word, inner[i]) for i, word in enumerate(words[number : number + block]))
+            & mask
+        )
         total += mixed(row, outer[number // block]) if len(words) > block else row
     if len(data) % 8:
         tail = int.from_bytes(data[len(data) // 8 * 8 :], "little")
@@ -37,7 +40,9 @@ def by_hand(data: bytes) -> int:
     return total - (1 << 64) if total >= 1 << 63 else total
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 4096 * 8, 4096 * 8 + 8, 4096 * 8 + 13, 3 * 4096 * 8 + 24])
+@pytest.mark.parametrize(
+    "size", [0, 1, 7, 8, 9, 4096 * 8, 4096 * 8 + 8, 4096 * 8 + 13, 3 * 4096 * 8 + 24]
+)
 def test_it_is_the_sum_that_it_says(size, monkeypatch):
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
     assert checksum_of(data) == by_hand(data.numpy().tobytes())
@@ -45,7 +50,9 @@ def test_it_is_the_sum_that_it_says(size, monkeypatch):
     assert checksum_of(data) == by_hand(data.numpy().tobytes()), "in chunks"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.int32, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.int8, torch.int32, torch.float8_e4m3fn]
+)
 def test_every_flipped_bit_shows(dtype):
     tensor = torch.randn(7, 11).to(dtype)
     before = checksum_of(tensor)
@@ -63,7 +70,13 @@ def test_the_same_bit_flipped_in_several_words_shows(bit):
     """Signs above all: an odd multiple of 2**63 is 2**63, and two of them are nothing."""
     words = torch.randint(-(2**62), 2**62, (3 * checksum.BLOCK + 77,), dtype=torch.int64)
     before, flip = checksum_of(words), torch.tensor(1 << bit if bit < 63 else -(1 << 63))
-    for places in ([0, 1], [5, 4096 + 5], [3, 9000, 9001, 12300], list(range(0, 4096, 4)), list(range(12365))):
+    for places in (
+        [0, 1],
+        [5, 4096 + 5],
+        [3, 9000, 9001, 12300],
+        list(range(0, 4096, 4)),
+        list(range(12365)),
+    ):
         damaged = words.clone()
         damaged[places] ^= flip
         assert checksum_of(damaged) != before, places
@@ -80,7 +93,10 @@ def test_swapped_words_and_zeros_at_the_end_show():
     blocks = tensor.clone()
     blocks[:4096], blocks[4096:8192] = tensor[4096:8192].clone(), tensor[:4096].clone()
     longer = torch.cat([tensor, torch.zeros(1, dtype=torch.int64)])
-    assert len({checksum_of(tensor), checksum_of(swapped), checksum_of(blocks), checksum_of(longer)}) == 4
+    assert (
+        len({checksum_of(tensor), checksum_of(swapped), checksum_of(blocks), checksum_of(longer)})
+        == 4
+    )
 
 
 def test_strides_and_alignment_do_not_matter():
@@ -106,7 +122,9 @@ class Watcher(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         self.waits += function is torch.ops.aten._local_scalar_dense.default
-        inputs = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
+        inputs = {
+            tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)
+        }
         if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in inputs:
             self.largest = max(self.largest, result.nbytes)
         return result

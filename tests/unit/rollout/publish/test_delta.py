@@ -23,7 +23,9 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
 def random_bits(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """All bit patterns occur, NaN with any payload and signed zeros too."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+    return torch.randint(
+        0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator
+    ).view(dtype)
 
 
 def with_other_words(tensor: torch.Tensor, positions: list[int], bit: int = 0) -> torch.Tensor:
@@ -66,7 +68,9 @@ def test_every_size_and_share(dtype, count):
         assert size is not None or before.nbytes <= 16 + 8 + -(-count // 8)
 
 
-@pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 65_533, 65_534, 65_535, 65_536, 131_070])
+@pytest.mark.parametrize(
+    "gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 65_533, 65_534, 65_535, 65_536, 131_070]
+)
 def test_gaps_around_the_escapes(gap):
     before = random_bits(140_000, torch.int32)
     for start in (0, 1, 255, 5_000):
@@ -105,7 +109,10 @@ def test_views_and_shapes(offset):
     [
         (lambda payload: payload[:8], "has no header"),
         (lambda payload: payload.int(), "has no header"),
-        (lambda payload: torch.cat((torch.full_like(payload[:8], 99), payload[8:])), "header says coding"),
+        (
+            lambda payload: torch.cat((torch.full_like(payload[:8], 99), payload[8:])),
+            "header says coding",
+        ),
         (lambda payload: payload[:-8], "payload"),
     ],
     ids=["short", "other dtype", "other coding", "cut off"],
@@ -119,7 +126,9 @@ def test_a_damaged_payload_changes_nothing(damage, message):
     assert raw(copy) == raw(base)
 
 
-@pytest.mark.parametrize(("count", "last"), [(1_000, 999), (1_000, 1_000), (1_000, 1_001), (70_000, 70_000)])
+@pytest.mark.parametrize(
+    ("count", "last"), [(1_000, 999), (1_000, 1_000), (1_000, 1_001), (70_000, 70_000)]
+)
 def test_a_position_behind_the_last_word_is_refused(count, last):
     """A payload of a larger tensor, whose position is one word too far, must not be applied to a smaller one."""
     base = random_bits(count, torch.bfloat16)
@@ -148,5 +157,11 @@ def test_a_fingerprint_depends_on_version_names_and_checksums():
     digests = {"a": 1, "b": 2}
     fingerprint = fingerprint_of(7, digests)
     assert fingerprint == fingerprint_of(7, {"b": 2, "a": 1})
-    others = [(8, digests), (7, {"a": 1}), (7, {"a": 1, "b": 3}), (7, {"a": 2, "b": 1}), (7, {"a": 1, "c": 2})]
+    others = [
+        (8, digests),
+        (7, {"a": 1}),
+        (7, {"a": 1, "b": 3}),
+        (7, {"a": 2, "b": 1}),
+        (7, {"a": 1, "c": 2}),
+    ]
     assert len({fingerprint, *(fingerprint_of(*other) for other in others)}) == len(others) + 1

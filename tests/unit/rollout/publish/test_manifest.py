@@ -53,7 +53,11 @@ def test_report_counts_the_bytes_of_quantized_weights_alone(model, name):
     low_bit = {"w8a8": bf16 // 2 + scales, "fp8": bf16 // 2 + scales}
     low_bit |= dict.fromkeys(("w4a16", "w4a8"), int(bf16 * 0.28125) + 16 * len(linears))
     if name == "bf16":
-        assert (report.quantized_bytes, report.quantized_bf16_bytes, report.quantized_ratio) == (0, 0, 1.0)
+        assert (report.quantized_bytes, report.quantized_bf16_bytes, report.quantized_ratio) == (
+            0,
+            0,
+            1.0,
+        )
     else:
         assert (report.quantized_bytes, report.quantized_bf16_bytes) == (low_bit[name], bf16)
     others = sum(p.nbytes for p in model.parameters()) - bf16
@@ -75,12 +79,18 @@ def test_a_scale_that_is_not_finite_or_of_another_dtype_is_refused(model, name):
             check_complete(spoilt, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn]
+)
 def test_finite_means_what_it_means_in_torch(dtype):
     finite = torch.finfo(dtype)
-    values = torch.tensor([0.0, -0.0, finite.max, finite.min, finite.tiny, 1.0], dtype=torch.float64).to(dtype)
+    values = torch.tensor(
+        [0.0, -0.0, finite.max, finite.min, finite.tiny, 1.0], dtype=torch.float64
+    ).to(dtype)
     assert not_finite([("values", values), ("empty", torch.empty(0, dtype=dtype))]) == []
-    for bad in (math.nan, -math.nan) if dtype == torch.float8_e4m3fn else (math.nan, math.inf, -math.inf):
+    for bad in (
+        (math.nan, -math.nan) if dtype == torch.float8_e4m3fn else (math.nan, math.inf, -math.inf)
+    ):
         spoilt = values.clone()
         spoilt[3] = torch.tensor(bad, dtype=torch.float64).to(dtype)
         turned = spoilt.view(2, 3).t()
@@ -93,7 +103,10 @@ class EngineModel(nn.Module):
 
     def __init__(self, quantized: set[str]) -> None:
         super().__init__()
-        fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+        fused = {
+            "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+            "gate_up_proj": ["gate_proj", "up_proj"],
+        }
         self.packed_modules_mapping = fused
         self.layer = nn.Module()
         for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
@@ -112,7 +125,11 @@ class EngineModel(nn.Module):
     ],
 )
 def test_layers_that_one_side_alone_quantizes_are_named(engine, trainer, only_trainer, only_engine):
-    expected = {f"layer.{name}.{kind}": None for name in trainer for kind in ("weight_packed", "weight_scale")}
+    expected = {
+        f"layer.{name}.{kind}": None
+        for name in trainer
+        for kind in ("weight_packed", "weight_scale")
+    }
     expected |= {"layer.norm.weight": None, "layer.down_proj.weight": None}
     if not only_trainer and not only_engine:
         check_same_layers(EngineModel(engine), expected)

@@ -8,7 +8,15 @@ from publish_streams import Engine, feed_in_buckets, flip, lose, twice, weights
 
 from qarl.errors import UserError
 from qarl.rollout.publish.delta import Tally
-from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, DeltaSender, TransferFailed, read_record, record
+from qarl.rollout.publish.wire import (
+    BEGIN,
+    COMMIT,
+    UNIT,
+    DeltaSender,
+    TransferFailed,
+    read_record,
+    record,
+)
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"
@@ -38,10 +46,18 @@ def test_deltas_end_where_full_publishes_end():
         assert report.known and report.bytes < 0.15 * whole
         count = sum(int((a[1] != b[1]).sum()) for a, b in zip(before, tensors, strict=True))
         assert report.metrics()["publish/changed_words"] == count > 0
-        assert report.metrics()["publish/changed_frac"] == count / sum(t.numel() for _, t in tensors)
+        assert report.metrics()["publish/changed_frac"] == count / sum(
+            t.numel() for _, t in tensors
+        )
     report = engine.publish(tensors, 8)
-    assert report.known and report.metrics()["publish/changed_words"] == 0 and engine.receiver.version == 8
-    tensors = moved(tensors, seed=9, share=0.3)  # with many changes, their positions are sent as a mask
+    assert (
+        report.known
+        and report.metrics()["publish/changed_words"] == 0
+        and engine.receiver.version == 8
+    )
+    tensors = moved(
+        tensors, seed=9, share=0.3
+    )  # with many changes, their positions are sent as a mask
     assert 0.35 * whole < engine.publish(tensors, 9).bytes < 0.4 * whole and engine.has(tensors)
     everything = [(name, -tensor) for name, tensor in tensors]
     report = engine.publish(everything, 10)
@@ -74,7 +90,11 @@ def lose_a_unit(stream):
 
 def other_base(stream):
     for name, tensor in stream:
-        yield (record(BEGIN, read_record(BEGIN, tensor) | {"base": "0" * 32}) if name == BEGIN else (name, tensor))
+        yield (
+            record(BEGIN, read_record(BEGIN, tensor) | {"base": "0" * 32})
+            if name == BEGIN
+            else (name, tensor)
+        )
 
 
 def never_announced(stream):
@@ -97,7 +117,10 @@ FAULTS = {
     "repeated": (twice, "arrived twice"),
     "swapped": (swap_contents, "was damaged|cannot be applied"),
     "flipped bit": (flip(Q, at=17), f"{Q} was damaged"),
-    "flipped bit in a position": (flip(Q), f"{Q} (was damaged|: )|changes of {Q} cannot be applied"),
+    "flipped bit in a position": (
+        flip(Q),
+        f"{Q} (was damaged|: )|changes of {Q} cannot be applied",
+    ),
     "flipped bit in a header": (flip(Q, at=0), f"changes of {Q} cannot be applied"),
     "wrong base": (other_base, "do not apply to the tensors that the engine has kept"),
 }
@@ -161,7 +184,9 @@ def test_changes_of_another_version_are_refused():
     assert remote.engine.has(tensors)
 
 
-@pytest.mark.parametrize("fingerprints", [[], [None], ["0" * 32], ["same", None], ["same", "0" * 32]])
+@pytest.mark.parametrize(
+    "fingerprints", [[], [None], ["0" * 32], ["same", None], ["same", "0" * 32]]
+)
 def test_one_receiver_in_doubt_means_all_tensors_for_all(fingerprints):
     sender, tensors = DeltaSender(), weights("llama")
     list(sender.stream(tensors, version=1, receivers=[None]))
@@ -180,7 +205,10 @@ def test_a_sender_that_stops_half_way_sends_all_tensors_next():
     stream = sender.stream(now, version=2, receivers=[fingerprint])
     next(stream), next(stream)
     assert sender.cache.fingerprint is None
-    assert read_record(*next(iter(sender.stream(now, version=2, receivers=[fingerprint]))))["base"] is None
+    assert (
+        read_record(*next(iter(sender.stream(now, version=2, receivers=[fingerprint]))))["base"]
+        is None
+    )
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -194,10 +222,14 @@ def test_a_sender_reads_one_unit_at_a_time_and_all_before_it_refuses_nan(known):
             yield name, tensor + torch.nan
 
     list(sender.stream(tensors.items(), version=1, receivers=[None]))
-    stream = sender.stream(gathered(), version=2, receivers=[sender.cache.fingerprint if known else None])
+    stream = sender.stream(
+        gathered(), version=2, receivers=[sender.cache.fingerprint if known else None]
+    )
     assert next(stream)[0].startswith(BEGIN)
     assert any(name == UNIT for name, _ in stream)
-    assert sender.tally.known == known and len(read) == 2, "the embedding, and the first of the next unit"
+    assert sender.tally.known == known and len(read) == 2, (
+        "the embedding, and the first of the next unit"
+    )
     with pytest.raises(UserError, match="hold NaN or Inf"):
         list(stream)
     assert read == list(tensors)
@@ -205,7 +237,10 @@ def test_a_sender_reads_one_unit_at_a_time_and_all_before_it_refuses_nan(known):
 
 def test_nan_in_the_engine_and_failed_checks_leave_no_base():
     engine, tensors = Engine(), weights("llama")
-    for spoil in (lambda: engine.receiver.mark_stale("NaN"), lambda: engine.receiver.abort("vLLM failed")):
+    for spoil in (
+        lambda: engine.receiver.mark_stale("NaN"),
+        lambda: engine.receiver.abort("vLLM failed"),
+    ):
         engine.publish(tensors, 1)
         spoil()
         assert engine.receiver.fingerprint is None and not engine.publish(tensors, 2).known

@@ -73,12 +73,16 @@ def test_another_process_gets_the_same_tensors_and_then_changes(server, start):
     ended = start(3)
     for version in (1, 2, 3):
         fingerprints = server.publish(partial(stream_of, sender, tensors, version))
-        assert fingerprints == [sender.cache.fingerprint], "of the version and of the checksums of all tensors"
+        assert fingerprints == [sender.cache.fingerprint], (
+            "of the version and of the checksums of all tensors"
+        )
         assert sender.metrics()["publish/delta"] == (version > 1)
         tensors = moved(tensors)
     code, printed = ended()
     lines = printed.splitlines()
-    assert code == 0 and [line.split()[:2] for line in lines] == [[str(v), "False"] for v in (1, 2, 3)]
+    assert code == 0 and [line.split()[:2] for line in lines] == [
+        [str(v), "False"] for v in (1, 2, 3)
+    ]
     assert lines[-1].split()[2] == sender.cache.fingerprint
 
 
@@ -139,13 +143,21 @@ def test_a_refusal_reaches_both_sides(server):
     with client_of(server, engine) as client, pytest.raises(Exception, match="the engine expects"):
         client.feed(engine)
     thread.join(20)
-    assert isinstance(outcome[0], TransferFailed) and "the engine expects" in str(outcome[0]) and engine.stale
+    assert (
+        isinstance(outcome[0], TransferFailed)
+        and "the engine expects" in str(outcome[0])
+        and engine.stale
+    )
 
 
 def test_if_one_worker_refuses_no_worker_has_the_publish():
     """Otherwise the workers of one engine would hold weights of two versions. The next publish sends all tensors."""
     server = WeightServer(TOKEN, receivers=2, seconds=20)
-    pair, sender, tensors = [receiver(engine_model("llama")) for _ in range(2)], DeltaSender(), weights("llama")
+    pair, sender, tensors = (
+        [receiver(engine_model("llama")) for _ in range(2)],
+        DeltaSender(),
+        weights("llama"),
+    )
     take = pair[1]._take
     for version, fails in ((1, False), (2, True), (3, False), (4, False)):
 
@@ -164,12 +176,17 @@ def test_if_one_worker_refuses_no_worker_has_the_publish():
         if fails:
             assert isinstance(outcome[0], TransferFailed) and "1 of 2 workers" in str(outcome[0])
             assert "no memory" in str(outcome[0])
-            assert [engine.fingerprint for engine in pair] == [None, None] and all(engine.stale for engine in pair)
-            assert "another worker did not get the publish" in pair[0].stale_because and "no memory" in str(
-                pair[0].stale_because
+            assert [engine.fingerprint for engine in pair] == [None, None] and all(
+                engine.stale for engine in pair
             )
+            assert "another worker did not get the publish" in pair[
+                0
+            ].stale_because and "no memory" in str(pair[0].stale_because)
         else:
-            assert outcome == [[sender.cache.fingerprint] * 2] and [f.version for f in pair] == [version] * 2
+            assert (
+                outcome == [[sender.cache.fingerprint] * 2]
+                and [f.version for f in pair] == [version] * 2
+            )
         assert sender.tally.known == (version in (2, 4))
         tensors = moved(tensors)
     server.close()
@@ -178,7 +195,9 @@ def test_if_one_worker_refuses_no_worker_has_the_publish():
 def test_a_sender_that_dies_before_its_verdict(server):
     """The receiver cannot know whether the others have the publish, so it is stale."""
     engine = receiver(engine_model("llama"))
-    listener, _ = false_trainer(*encode_publish(weights("llama"), version=1, cache=PublishedCache()), token=TOKEN)
+    listener, _ = false_trainer(
+        *encode_publish(weights("llama"), version=1, cache=PublishedCache()), token=TOKEN
+    )
     with WeightClient(listener.getsockname(), TOKEN, seconds=5) as client, pytest.raises(PeerLost):
         client.feed(engine)
     assert engine.stale and engine.fingerprint is None
@@ -242,11 +261,15 @@ def test_towards_a_server():
         pytest.skip("this machine has no route to other hosts")
     assert address != LOOPBACK and address != "192.0.2.1"
     socket.create_server((address, 0)).close()
-    with pytest.raises(UserError, match="cannot find an address of this host that the engine at no-such-host"):
+    with pytest.raises(
+        UserError, match="cannot find an address of this host that the engine at no-such-host"
+    ):
         own_address("no-such-host.invalid")
 
 
-def false_trainer(*frames: tuple[str, torch.Tensor], token: str) -> tuple[socket.socket, list[dict[str, Any]]]:
+def false_trainer(
+    *frames: tuple[str, torch.Tensor], token: str
+) -> tuple[socket.socket, list[dict[str, Any]]]:
     """A program that listens, proves `token`, sends `frames` and closes the connection."""
     listener, heard = socket.create_server(("127.0.0.1", 0)), []
 
@@ -272,7 +295,9 @@ def test_a_sender_must_prove_the_token_too():
 
 
 def test_a_tensor_beyond_the_limit_is_refused():
-    listener, _ = false_trainer(("a", torch.empty(SMALLEST_LIMIT + 1, dtype=torch.uint8)), token=TOKEN)
+    listener, _ = false_trainer(
+        ("a", torch.empty(SMALLEST_LIMIT + 1, dtype=torch.uint8)), token=TOKEN
+    )
     with (
         WeightClient(listener.getsockname(), TOKEN, seconds=5, limit=100) as client,
         pytest.raises(TransferFailed, match="which is more than"),
@@ -284,7 +309,10 @@ def test_a_tensor_beyond_the_limit_is_refused():
 HELLOS: dict[str, dict[str, Any]] = {
     "no challenge": {"proof": "a"},
     "the token itself": {"token": TOKEN, "challenge": "a", "proof": TOKEN, "fingerprint": None},
-    "a proof for another challenge": {"challenge": "a", "proof": _proof(TOKEN, "receiver", "earlier", "a")},
+    "a proof for another challenge": {
+        "challenge": "a",
+        "proof": _proof(TOKEN, "receiver", "earlier", "a"),
+    },
 }
 
 
@@ -294,7 +322,9 @@ def test_a_receiver_comes_after_a_program_that_is_not_of_this_run(server, hello,
     monkeypatch.setattr(sockets, "_HELLO_SECONDS", 1.0)
     tensor = torch.arange(8.0)
     for stays in (False, True):
-        thread, outcome = publish_in_thread(server, lambda _: encode_publish([("a.weight", tensor)], version=1))
+        thread, outcome = publish_in_thread(
+            server, lambda _: encode_publish([("a.weight", tensor)], version=1)
+        )
         stranger = socket.create_connection(server.address)
         _send(stranger, hello)
         if not stays:

@@ -18,7 +18,15 @@ from qarl.rollout.publish.version import checked_version
 from qarl.rollout.publish.wire import BEGIN, encode_publish, record
 
 TENSORS = weights("llama")
-NONE = {"-1": -1, "text": "a", "text of a number": "3", "none": None, "fraction": 1.5, "truth": True, "list": [1]}
+NONE = {
+    "-1": -1,
+    "text": "a",
+    "text of a number": "3",
+    "none": None,
+    "fraction": 1.5,
+    "truth": True,
+    "list": [1],
+}
 
 
 def engine(**parts: Any) -> Any:

@@ -26,12 +26,18 @@ def test_a_model_whose_every_tensor_is_published_is_taken(family, tie):
     receiving = receiver(model)
     receiving.feed(encode_publish(weights(family, tie=tie), version=3))
     assert receiving.version == 3
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights(family, tie=tie))
+    assert all(
+        torch.equal(model.state_dict()[name], tensor) for name, tensor in weights(family, tie=tie)
+    )
 
 
 PLANTED = {
-    "a bias": lambda model: setattr(model.model.layers[1].mlp.up_proj, "bias", nn.Parameter(torch.randn(96))),
-    "a parameter": lambda model: model.model.layers[0].register_parameter("bias", nn.Parameter(torch.randn(3))),
+    "a bias": lambda model: setattr(
+        model.model.layers[1].mlp.up_proj, "bias", nn.Parameter(torch.randn(96))
+    ),
+    "a parameter": lambda model: model.model.layers[0].register_parameter(
+        "bias", nn.Parameter(torch.randn(3))
+    ),
     "a buffer": lambda model: model.model.norm.register_buffer("bias", torch.randn(3)),
 }
 
@@ -45,7 +51,9 @@ def test_a_parameter_or_buffer_that_no_publish_writes_is_refused(what):
 
 
 def test_a_tensor_without_a_place_in_the_engines_model_is_refused_by_name():
-    expected = {f"model.layers.{i}.mlp.shared.weight": TensorSpec.of(torch.zeros(4)) for i in range(2)}
+    expected = {
+        f"model.layers.{i}.mlp.shared.weight": TensorSpec.of(torch.zeros(4)) for i in range(2)
+    }
     with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.shared\.weight has no place"):
         WritePlan(engine_model("llama"), None, expected)
 
@@ -57,7 +65,9 @@ class UnquantizedLinearMethod:
 
 
 def test_a_fused_layer_is_written_whole_or_not_at_all():
-    model: Any = nn.ModuleDict({"mlp": nn.ModuleDict({"gate_up_proj": nn.Linear(4, 6, bias=False)})})
+    model: Any = nn.ModuleDict(
+        {"mlp": nn.ModuleDict({"gate_up_proj": nn.Linear(4, 6, bias=False)})}
+    )
     model.mlp.gate_up_proj.quant_method = UnquantizedLinearMethod()
     model.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
     tensors = {f"mlp.{part}_proj.weight": torch.randn(3, 4) for part in ("gate", "up")}
@@ -117,7 +127,9 @@ def published(version: int = 1):
 def test_a_publish_that_lacks_a_tensor_is_not_committed():
     receiving, tensors = published(), weights("llama")
     lacking = [(name, tensor) for name, tensor in tensors if name != "model.norm.weight"]
-    with pytest.raises(TransferFailed, match=r"version 2 is not complete[\s\S]*missing: model\.norm\.weight"):
+    with pytest.raises(
+        TransferFailed, match=r"version 2 is not complete[\s\S]*missing: model\.norm\.weight"
+    ):
         receiving.feed(encode_publish(lacking, version=2))
     assert receiving.stale and "version 2 did not complete" in receiving.stale_because
 
@@ -126,7 +138,9 @@ def test_the_end_of_one_publish_does_not_complete_another():
     receiving = published()
     mine, other = (list(encode_publish(weights("llama"), version=version)) for version in (2, 3))
     assert mine[-1][0] == other[-1][0] == COMMIT
-    with pytest.raises(TransferFailed, match=r"version 2 is not complete[\s\S]*last record has version 3"):
+    with pytest.raises(
+        TransferFailed, match=r"version 2 is not complete[\s\S]*last record has version 3"
+    ):
         receiving.feed([*mine[:-1], other[-1]])
     assert receiving.stale
 
@@ -169,7 +183,9 @@ def plan_of(layer: nn.Module, tensor: torch.Tensor) -> WritePlan:
 def test_a_subclass_that_is_not_known_is_reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, tensor = StripedLinear(output_partition_sizes=[2]), torch.randn(4, 4)
     calls: list[Any] = []
-    monkeypatch.setattr(writers, "_reloading", lambda _, modules, owners: nullcontext(calls.append(modules)))
+    monkeypatch.setattr(
+        writers, "_reloading", lambda _, modules, owners: nullcontext(calls.append(modules))
+    )
     plan = plan_of(layer, tensor)
     plan.model.load_weights = lambda weights: calls.append(dict(weights))  # type: ignore[assignment]  # a ModuleDict
     plan.write({"one.weight": tensor})
@@ -186,7 +202,8 @@ def test_a_matrix_that_is_fused_in_the_checkpoint_is_reloaded() -> None:
 def test_w8a8_layers_that_would_be_reloaded_are_refused_by_name() -> None:
     scheme = SimpleNamespace(kernel=CPUInt8ScaledMMLinearKernel())
     with pytest.raises(
-        UserError, match=r"W8A8 weights into one(?s:.*)tensor_model_parallel_size=2(?s:.*)StripedLinear"
+        UserError,
+        match=r"W8A8 weights into one(?s:.*)tensor_model_parallel_size=2(?s:.*)StripedLinear",
     ):
         plan_of(StripedLinear(scheme=scheme), torch.zeros(4, 4))
     known = ColumnParallelLinear(scheme=scheme, output_partition_sizes=[2])
@@ -205,5 +222,7 @@ def test_experts_that_are_spread_over_workers_are_not_cut() -> None:
 
     layer: Any = RoutedExperts()
     for spread in (True, False):
-        layer.moe_config = SimpleNamespace(moe_parallel_config=SimpleNamespace(use_ep=spread, tp_size=2, tp_rank=0))
+        layer.moe_config = SimpleNamespace(
+            moe_parallel_config=SimpleNamespace(use_ep=spread, tp_size=2, tp_rank=0)
+        )
         assert (cut_of(layer, 3) is None) == spread

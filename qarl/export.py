@@ -10,7 +10,7 @@ keys:
                           compressed-tensors checkpoint with the run's quant keys
   format=bf16             the weights that the forward used, as an ordinary checkpoint
   format=fp32             the optimizer's FP32 masters (needs optim.master_dtype=fp32)
-  overwrite=true          replace an earlier export; default: false
+  overwrite=true          replace an earlier export, and no other folder; default: false
   trust_remote_code=true  run the code that comes with the run's model; default: false
 
 A run with adapters (lora.r) has only format=quantized: the base, and the adapter in DIR/adapter.

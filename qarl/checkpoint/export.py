@@ -12,8 +12,6 @@ from typing import Literal
 from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
 
-from qarl.errors import UserError
-
 
 @dataclass(frozen=True, config={"extra": "forbid"})
 class ExportRequest:
@@ -36,20 +34,28 @@ def export(request: ExportRequest) -> str:
     import torch
 
     from qarl.checkpoint.export_adapter import export_adapter, open_trained
+    from qarl.checkpoint.export_folder import check_output
     from qarl.checkpoint.model_files import (
         ModelFiles,
         limits,
         linears_of,
         packed,
+        save_model,
         weight_files,
-        write_model,
     )
-    from qarl.checkpoint.read_weights import find_checkpoint, open_source, read_all, reading
-    from qarl.checkpoint.storage import recover, whole_folder
+    from qarl.checkpoint.read_weights import (
+        find_checkpoint,
+        model_of_run,
+        open_source,
+        read_all,
+        reading,
+    )
+    from qarl.checkpoint.storage import recover
     from qarl.quant.scheme import get_scheme
 
     folder = find_checkpoint(request.run, request.step)
-    check_output(request.output, folder, overwrite=request.overwrite)
+    model = model_of_run(folder)
+    check_output(request.output, request.run, folder, model=model, overwrite=request.overwrite)
     trust = request.trust_remote_code
     with reading(folder):
         if trained := open_trained(folder, trust_remote_code=trust):
@@ -67,8 +73,7 @@ def export(request: ExportRequest) -> str:
     output = request.output.resolve()
     if output.parent.is_dir():
         recover(output.parent, output.name)
-    with whole_folder(output) as partial:
-        write_model(partial, files, tensors, scheme=scheme, ignore=quant["ignore"], dtype=dtype)
+    save_model(output, files, tensors, scheme=scheme, ignore=quant["ignore"], dtype=dtype)
     kind = request.format if request.format != "quantized" else f"quantized, {scheme.name}"
     size = sum(path.stat().st_size for path in weight_files(output))
     line = f"{request.output}: step {source.step} of {request.run}, {kind}, {size / 1e6:.4g} MB of weights"
@@ -76,28 +81,3 @@ def export(request: ExportRequest) -> str:
     if any(".experts." in name for name in linears):
         sentences.append("Both load format=bf16")
     return ". ".join([line, *sentences])
-
-
-def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
-    """Raise UserError if writing to `output` would change the source checkpoint or overwrite other files."""
-    target = output.resolve()
-    origin = checkpoint.resolve()
-    if origin.is_relative_to(target) or target.is_relative_to(origin.parent):
-        raise UserError(
-            f"output={output} would overwrite checkpoints of the run",
-            where=str(checkpoint.parent),
-            fix="choose a different folder",
-        )
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
-    if not overwrite:
-        raise UserError(
-            f"output={output} exists and is no empty folder",
-            fix="choose another folder, or add overwrite=true",
-        )
-    if not (output / "config.json").is_file():
-        raise UserError(
-            f"output={output} is not a model folder",
-            why="overwrite=true replaces only folders with a config.json",
-            fix="choose a different folder, or remove it yourself",
-        )

@@ -23,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from qarl.checkpoint.export_folder import write_mark
 from qarl.checkpoint.storage import whole_folder
 from qarl.config.lora import FOLDER
 from qarl.errors import UserError
@@ -85,18 +86,21 @@ def save_model(
     *,
     scheme: Scheme,
     ignore: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
     adapter: Adapter | None = None,
 ) -> Path:
-    """Write `tensors` (checkpoint names) with config and tokenizer to `folder`, replacing an existing folder. Write
-    `adapter` to a folder in it, with `folder` as its base: peft loads the base that is named there.
+    """Write `tensors` (checkpoint names) with config and tokenizer to `folder`, replacing an existing folder, and mark
+    it as an export. Write `adapter` to a folder in it, with `folder` as its base: peft loads the base that is named
+    there. `dtype`: as in `write_model`.
 
     The folder appears only when it is complete. Errors are those of `qarl.checkpoint.storage.whole_folder`.
     """
     with whole_folder(folder) as partial:
-        write_model(partial, files, tensors, scheme=scheme, ignore=ignore)
+        write_model(partial, files, tensors, scheme=scheme, ignore=ignore, dtype=dtype)
         if adapter is not None:
             (partial / FOLDER).mkdir()
             write_adapter(partial / FOLDER, replace(adapter, base=str(folder.resolve())))
+        write_mark(partial)
     return folder
 
 
@@ -109,7 +113,7 @@ def write_model(
     ignore: Sequence[str] = (),
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Do the same as `save_model`, but write into an existing folder.
+    """Write `tensors` with config and tokenizer into an existing folder.
 
     `dtype`: the dtype to write to config.json, if it is not the model's dtype.
     """

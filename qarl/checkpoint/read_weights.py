@@ -28,7 +28,13 @@ from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor, Shard
 
 from qarl.checkpoint.model_files import model_of, read_tensors
-from qarl.checkpoint.resumable import Checkpoint, list_checkpoints, load_dict, open_checkpoint
+from qarl.checkpoint.resumable import (
+    STATE_FILE,
+    Checkpoint,
+    list_checkpoints,
+    load_dict,
+    open_checkpoint,
+)
 from qarl.console import note
 from qarl.errors import UserError
 from qarl.quant.convert import tied_names
@@ -92,6 +98,20 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
         )
         raise UserError(what, fix=f"choose from {steps}" if steps else other)
     return folders[wanted]
+
+
+def model_of_run(folder: Path) -> str | None:
+    """Return `model.path` of the run whose checkpoint is in `folder`, or None if no config says it. The files are not
+    compared with digests."""
+    try:
+        if (state := folder / STATE_FILE).is_file():
+            config = json.loads(state.read_text(encoding="utf-8"))["config"]
+        else:
+            file = folder.absolute().parents[1] / "config.yaml"
+            config = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return str(config["model"]["path"])
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
+        return None
 
 
 @contextmanager

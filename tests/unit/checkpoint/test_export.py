@@ -15,7 +15,7 @@ from random_models import save_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl.checkpoint import model_files
-from qarl.checkpoint.export import ExportRequest, check_output, export
+from qarl.checkpoint.export import ExportRequest, export
 from qarl.checkpoint.model_files import (
     ModelFiles,
     limits_of_adapter,
@@ -206,6 +206,7 @@ def test_an_output_in_the_way_is_not_touched(tmp_path):
     (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(UserError, match="not a model folder"):
         run_export(run, tmp_path / "mine", "overwrite=true")
+    assert (tmp_path / "mine" / "thesis.tex").is_file()
     for output in (
         run,
         run / "checkpoints",
@@ -242,10 +243,9 @@ def test_what_will_not_do_is_one_message(tmp_path, capsys, arguments, expected):
     assert not Path("x").exists()
 
 
-def test_an_export_over_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("mine")
-    with pytest.raises(UserError, match="not a model folder"):
-        check_output(tmp_path / "out", tmp_path / "run" / "checkpoints" / "step_1", overwrite=True)
-    for arguments in (["run=a", "output=b", "output=c"], ["run=", "output=b"]):
-        with pytest.raises(UserError, match="twice or is empty"):
-            read_request(ExportRequest, arguments, example="qarl export")
+@pytest.mark.parametrize(
+    "arguments", [["run=a", "output=b", "output=c"], ["run=", "output=b"]], ids=str
+)
+def test_a_key_is_given_once_with_a_value(arguments: list[str]) -> None:
+    with pytest.raises(UserError, match="twice or is empty"):
+        read_request(ExportRequest, arguments, example="qarl export")

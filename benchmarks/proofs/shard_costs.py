@@ -208,7 +208,7 @@ def _muon(shapes: Sequence[tuple[int, ...]]) -> Counting:
 
 def publish_phase(size: ModelSize, scheme_name: str, group_size: int) -> Phase:
     """Count the sender's part of a layer: names, checksums, NaN and Inf, and records."""
-    from qarl.rollout.publish.wire import encode_publish
+    from qarl.rollout.remote.wire import encode_publish
 
     tensors = _published(size, scheme_name, group_size)
     for version in (1, 2):  # the tables for tensors of these sizes, which the first makes, stay
@@ -222,8 +222,8 @@ def receive_phase(size: ModelSize, scheme_name: str, group_size: int) -> Phase:
 
     The dense weights, which vLLM's reload writes, are not counted as written. `least`: all tensors are read once, and
     experts are also read and written."""
-    from qarl.rollout.publish.receive import WeightReceiver
-    from qarl.rollout.publish.wire import encode_publish
+    from qarl.rollout.remote.receive import WeightReceiver
+    from qarl.rollout.remote.wire import encode_publish
 
     tensors = _published(size, scheme_name, group_size)
     plan = _ExpertsPlan(scheme_name)

@@ -8,7 +8,7 @@ will multiply by. That finds an adapter that was not loaded, that misses a layer
 of this has succeeded, the engine refuses to generate. An adapter of zeros after another one is refused.
 
 `EngineAdapter` does this in the engine's process. An adapter from another process arrives as a stream, like weights
-(`qarl.rollout.publish.wire`), and `AdapterReceiver` passes it on once its checksums are right.
+(`qarl.rollout.remote.wire`), and `AdapterReceiver` passes it on once its checksums are right.
 
 vLLM wraps each linear with an adapter. The base is published under the names without these wrappers
 (`qarl.rollout.publish.manifest.without_wrappers`).
@@ -31,11 +31,11 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.lora.adapter import PREFIX, A, Adapter, B, write_adapter
-from qarl.rollout.publish import wire
 from qarl.rollout.publish.checksum import unit_checksums
 from qarl.rollout.publish.manifest import Manifest, NamedTensor, TensorSpec, check_complete, unit_of
-from qarl.rollout.publish.receive import WeightReceiver, check_digest
 from qarl.rollout.publish.version import checked_version, note_older
+from qarl.rollout.remote import wire
+from qarl.rollout.remote.receive import WeightReceiver, check_digest
 
 _SHARED_MEMORY = Path("/dev/shm")
 SLACK = 2**20

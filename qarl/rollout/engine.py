@@ -49,9 +49,9 @@ from qarl.rollout.publish.manifest import (
     check_same_layers,
     expected_manifest,
 )
-from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.version import checked_version
 from qarl.rollout.publish.writers import ReloadFailed
+from qarl.rollout.remote.receive import WeightReceiver
 from qarl.rollout.response_fingerprint import fingerprint
 from qarl.vllm_versions import (
     check_head_dtype,

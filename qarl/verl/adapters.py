@@ -30,8 +30,8 @@ from qarl.lora.layers import Adapters
 from qarl.quant.linear import QuantLayer
 from qarl.quant.scheme import Scheme
 from qarl.quant.state_dict import packed_state_dict
-from qarl.rollout.publish.delta import Tally
-from qarl.rollout.publish.wire import encode_publish
+from qarl.rollout.remote.delta import Tally
+from qarl.rollout.remote.wire import encode_publish
 from qarl.verl.publish import Publication, numbered, run_identity
 
 Named = Iterator[tuple[str, torch.Tensor]]

@@ -49,7 +49,7 @@ from qarl.quant.convert import quantize_model
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
 from qarl.quant.meta_model import check_buffers, restore_buffers
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.publish.wire import DeltaSender
+from qarl.rollout.remote.wire import DeltaSender
 from qarl.verl import forward, step_measurements
 from qarl.verl.adapters import ActorAdapters, gathered
 from qarl.verl.ask_servers import Watch, refuse_dead_servers, servers_have_base

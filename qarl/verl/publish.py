@@ -11,7 +11,7 @@ verl's sender and receiver wait for each other without a limit. verl makes their
 rank asks the servers whether they are alive (`qarl.verl.ask_servers`).
 
 verl puts the tensors of a bucket into a dict by name (verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py),
-but several records of `qarl.rollout.publish.wire` have the same name. So each record gets a number in its name while it
+but several records of `qarl.rollout.remote.wire` have the same name. So each record gets a number in its name while it
 is sent (`numbered`).
 
 `QaRLCheckpointEngine` publishes to rollout engines on other GPUs or hosts, through verl's checkpoint-engine interface:
@@ -23,7 +23,7 @@ verl uses checkpoint engines only in trainers with separate rollout workers (`tr
 verl/experimental). Its synchronous trainers share the GPUs and set the backend `naive`.
 
 The actor's first rank sends the stream of a publish once to every rollout worker over TCP
-(`qarl.rollout.publish.sockets`). The other ranks only take part in the gathers. Each rollout worker passes the stream
+(`qarl.rollout.remote.sockets`). The other ranks only take part in the gathers. Each rollout worker passes the stream
 to its vLLM worker, as verl does with any backend. QaRL's receiver in the vLLM worker makes the usual checks of a
 publish. verl's own backends send full BF16 tensors, or deltas of BF16 tensors.
 
@@ -57,8 +57,8 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from qarl.errors import UserError
 from qarl.rollout.publish.manifest import NamedTensor
-from qarl.rollout.publish.sockets import Address, WeightClient, WeightServer, own_address
-from qarl.rollout.publish.wire import (
+from qarl.rollout.remote.sockets import Address, WeightClient, WeightServer, own_address
+from qarl.rollout.remote.wire import (
     BEGIN,
     COMMIT,
     DeltaSender,

@@ -1,5 +1,5 @@
 """Receives published weights in vLLM's workers under verl. The weights arrive already quantized, in checkpoint format.
-QaRL's receiver loads them one decoder layer at a time (`qarl.rollout.publish.receive`).
+QaRL's receiver loads them one decoder layer at a time (`qarl.rollout.remote.receive`).
 
 verl's own extension passes each bucket of weights to `load_weights`. This fails for layers whose parameters vLLM has
 repacked, which are all quantized layers, and on CPU all linears. The key
@@ -36,8 +36,8 @@ from qarl.rollout.adapters import (
     use_vllms_loader,
 )
 from qarl.rollout.publish.manifest import NamedTensor, engines_manifest
-from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import BEGIN, read_record
+from qarl.rollout.remote.receive import WeightReceiver
+from qarl.rollout.remote.wire import BEGIN, read_record
 from qarl.verl.ask_servers import RESUME
 from qarl.verl.publish import (
     TIMEOUT_VARIABLE,

@@ -14,8 +14,8 @@ from checkout import ROOT
 from publish_streams import engine_model, receiver
 
 from qarl.quant import packed_state_dict
-from qarl.rollout.publish.sockets import WeightClient, WeightServer
-from qarl.rollout.publish.wire import DeltaSender
+from qarl.rollout.remote.sockets import WeightClient, WeightServer
+from qarl.rollout.remote.wire import DeltaSender
 
 pytestmark = [
     pytest.mark.gpu,

@@ -35,8 +35,8 @@ from qarl.rollout.engine_config import kernel_request
 from qarl.rollout.publish import graph_addresses, writers
 from qarl.rollout.publish.experts import holds_experts
 from qarl.rollout.publish.manifest import check_same_layers, expected_manifest
-from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import encode_publish
+from qarl.rollout.remote.receive import WeightReceiver
+from qarl.rollout.remote.wire import encode_publish
 
 required()
 

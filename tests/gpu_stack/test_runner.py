@@ -25,8 +25,8 @@ from random_moe import IGNORE, wire_tensors
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish import writers
 from qarl.rollout.publish.manifest import expected_manifest
-from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import encode_publish
+from qarl.rollout.remote.receive import WeightReceiver
+from qarl.rollout.remote.wire import encode_publish
 
 required()
 

@@ -11,10 +11,10 @@ import transformers
 from torch import nn
 
 from qarl.quant import get_scheme, packed_state_dict
-from qarl.rollout.publish.delta import Tally
 from qarl.rollout.publish.manifest import expected_manifest
-from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import UNIT, DeltaSender, TransferFailed
+from qarl.rollout.remote.delta import Tally
+from qarl.rollout.remote.receive import WeightReceiver
+from qarl.rollout.remote.wire import UNIT, DeltaSender, TransferFailed
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

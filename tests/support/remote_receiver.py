@@ -15,7 +15,7 @@ from typing import Any
 from publish_streams import engine_model, receiver
 
 from qarl.errors import UserError
-from qarl.rollout.publish.sockets import WeightClient
+from qarl.rollout.remote.sockets import WeightClient
 
 host, port, token, publishes, *die_at = sys.argv[1:]
 inbox = receiver(engine_model("llama"))

@@ -28,8 +28,8 @@ def publish(worker: Any, folder: str, scheme_name: str, version: int) -> tuple[l
     """Runs in each worker, with a sender beside it. Odd versions are of the second checkpoint. Returns the modules that
     vLLM's layerwise reload wrote, and whether it was a delta."""
     from qarl.rollout.publish.manifest import check_same_layers, expected_manifest
-    from qarl.rollout.publish.receive import WeightReceiver
-    from qarl.rollout.publish.wire import DeltaSender
+    from qarl.rollout.remote.receive import WeightReceiver
+    from qarl.rollout.remote.wire import DeltaSender
 
     scheme, model = get_scheme(scheme_name, 32), worker.get_model()
     if version == 1:

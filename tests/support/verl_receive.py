@@ -24,7 +24,7 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedW
 
 from qarl.errors import UserError
 from qarl.rollout.adapters import AdapterReceiver
-from qarl.rollout.publish.wire import DeltaSender, encode_publish
+from qarl.rollout.remote.wire import DeltaSender, encode_publish
 from qarl.verl import worker_extension
 from qarl.verl.publish import publication
 

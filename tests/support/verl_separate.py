@@ -84,7 +84,7 @@ class Actor(ActorRolloutRefWorker):
     """verl's worker with QaRL's engine, whose tensors are given instead of gathered from FSDP2."""
 
     def __init__(self) -> None:
-        from qarl.rollout.publish.wire import DeltaSender
+        from qarl.rollout.remote.wire import DeltaSender
         from qarl.verl.ask_servers import Watch
         from qarl.verl.config_classes import QuantSettings
         from qarl.verl.fsdp_engine import QaRLFSDPEngine

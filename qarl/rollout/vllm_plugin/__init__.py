@@ -13,7 +13,8 @@ On other devices, vLLM's own backends serve experts.
 On every device, the plugin also registers two things:
 
 - QaRL's own linear kernels, which an engine uses only if `quant.kernels` asks for them (`own_linears.py`).
-- The transfer engine `qarl`, which receives publishes from another process or host (`transfer.py`).
+- The transfer engine `qarl`, which receives publishes from another process or host
+  (`qarl.rollout.remote.vllm_transfer`).
 
 These modules have the classes that are registered. Nothing is patched, because vLLM has a registry for each class.
 """
@@ -31,6 +32,8 @@ from qarl.vllm_versions import transfer_factories
 
 ENTRY_POINT = "qarl"
 """The plugin's name in `vllm.general_plugins`. The environment variable VLLM_PLUGINS uses the same name."""
+_TRANSFER_MODULE = "qarl.rollout.remote.vllm_transfer"
+_TRANSFER_CLASSES = ("QaRLTransferEngine", "QaRLTrainerTransfer")
 _CALLED = "vLLM has not called it"
 _why_not: dict[str, str | None] = {
     "own_linears": _CALLED,
@@ -45,11 +48,9 @@ def register() -> None:
     never raises, because an unsupported version of vLLM can still serve dense models."""
     from vllm.platforms import current_platform
 
-    for factory, name in zip(
-        transfer_factories(), ("QaRLTransferEngine", "QaRLTrainerTransfer"), strict=False
-    ):
+    for factory, name in zip(transfer_factories(), _TRANSFER_CLASSES, strict=False):
         with suppress(ValueError):  # registered already
-            factory.register_engine(ENTRY_POINT, f"{__name__}.transfer", name)
+            factory.register_engine(ENTRY_POINT, _TRANSFER_MODULE, name)
     for module, why_not in _why_not.items():
         if why_not is None:
             continue

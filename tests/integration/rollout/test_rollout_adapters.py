@@ -28,8 +28,8 @@ from qarl.quant import packed_state_dict
 from qarl.rollout import adapters as rollout_adapters
 from qarl.rollout.adapters import AdapterReceiver, AdapterSpec
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
-from qarl.rollout.publish.wire import encode_publish
 from qarl.rollout.publish.writers import WritePlan
+from qarl.rollout.remote.wire import encode_publish
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 

@@ -21,15 +21,15 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.worker import gpu_worker
 
 from qarl.errors import UserError
-from qarl.rollout.publish.sockets import PeerLost
-from qarl.rollout.publish.wire import COMMIT, TransferFailed
-from qarl.rollout.vllm_plugin import transfer
-from qarl.rollout.vllm_plugin.transfer import (
+from qarl.rollout.remote import vllm_transfer
+from qarl.rollout.remote.sockets import PeerLost
+from qarl.rollout.remote.vllm_transfer import (
     PackedSource,
     QaRLTrainerInitInfo,
     QaRLTrainerTransfer,
     QaRLTransferEngine,
 )
+from qarl.rollout.remote.wire import COMMIT, TransferFailed
 
 pytestmark = pytest.mark.vllm
 
@@ -117,7 +117,7 @@ def without_vllms_config(monkeypatch):
 
     monkeypatch.setattr(gpu_worker, "set_current_vllm_config", lambda config: nullcontext())
     monkeypatch.setattr(
-        transfer, "engines_manifest", lambda config, model: receiver(model).expected
+        vllm_transfer, "engines_manifest", lambda config, model: receiver(model).expected
     )
 
 

@@ -13,8 +13,8 @@ import pytest
 from publish_streams import weights
 from ranks import RAYS, run_ranks
 
-from qarl.rollout.publish.sockets import PeerLost
-from qarl.rollout.publish.wire import COMMIT, DeltaSender
+from qarl.rollout.remote.sockets import PeerLost
+from qarl.rollout.remote.wire import COMMIT, DeltaSender
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")

@@ -15,7 +15,7 @@ import zmq
 from ranks import RAYS, run_ranks
 
 from qarl.errors import UserError
-from qarl.rollout.publish.wire import UNIT, TransferFailed, encode_publish
+from qarl.rollout.remote.wire import UNIT, TransferFailed, encode_publish
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")

@@ -20,8 +20,8 @@ from random_models import save_random_model
 from qarl.quant import packed_state_dict
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.rollout.publish.checksum import checksums
-from qarl.rollout.publish.sockets import PeerLost
-from qarl.rollout.publish.wire import TransferFailed
+from qarl.rollout.remote.sockets import PeerLost
+from qarl.rollout.remote.wire import TransferFailed
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 
@@ -78,7 +78,7 @@ def test_two_processes_and_a_killed_engine(tmp_path):
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    from qarl.rollout.vllm_plugin.transfer import PackedSource, QaRLTrainerInitInfo
+    from qarl.rollout.remote.vllm_transfer import PackedSource, QaRLTrainerInitInfo
 
     folder = save_random_model(tmp_path / "qwen3")
     model = load_model(folder)

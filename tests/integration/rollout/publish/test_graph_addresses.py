@@ -14,9 +14,9 @@ from torch import nn
 from qarl.rollout.publish import graph_addresses
 from qarl.rollout.publish.graph_addresses import addresses_kept, moved, places
 from qarl.rollout.publish.manifest import TensorSpec
-from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import encode_publish
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
+from qarl.rollout.remote.receive import WeightReceiver
+from qarl.rollout.remote.wire import encode_publish
 
 GRAPHS = SimpleNamespace(
     compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"))

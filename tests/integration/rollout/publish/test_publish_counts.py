@@ -23,10 +23,10 @@ from qarl.kernels.cpu.vllm_linears import to_tiles
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme
 from qarl.quant.experts import stacked
-from qarl.rollout.publish.delta import PublishedCache
 from qarl.rollout.publish.manifest import expected_manifest, unit_of
-from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, encode_publish, read_record
+from qarl.rollout.remote.delta import PublishedCache
+from qarl.rollout.remote.receive import WeightReceiver
+from qarl.rollout.remote.wire import BEGIN, COMMIT, UNIT, encode_publish, read_record
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 LIMIT = 40

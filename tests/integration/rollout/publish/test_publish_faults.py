@@ -22,8 +22,8 @@ from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.quant.experts import stacked
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
-from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import COMMIT, DeltaSender, TransferFailed, encode_publish
+from qarl.rollout.remote.receive import WeightReceiver
+from qarl.rollout.remote.wire import COMMIT, DeltaSender, TransferFailed, encode_publish
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 

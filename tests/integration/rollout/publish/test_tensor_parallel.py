@@ -27,8 +27,8 @@ from qarl.process import configure_vllm_process
 from qarl.quant import Scheme, get_scheme
 from qarl.quant.experts import stacked
 from qarl.rollout.publish.manifest import expected_manifest
-from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.wire import DeltaSender, encode_publish
+from qarl.rollout.remote.receive import WeightReceiver
+from qarl.rollout.remote.wire import DeltaSender, encode_publish
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 SIZES: dict[str, Any] = {"vocab_size": 70, "intermediate_size": 256}

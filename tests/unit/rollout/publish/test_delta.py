@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qarl.rollout.publish.delta import apply_changes, compare, find_changes, fingerprint_of
+from qarl.rollout.remote.delta import apply_changes, compare, find_changes, fingerprint_of
 
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32, torch.int64)
 SIZES = (0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 255, 257, 1000, 65_537)

@@ -7,8 +7,8 @@ import torch
 from publish_streams import Engine, feed_in_buckets, flip, lose, twice, weights
 
 from qarl.errors import UserError
-from qarl.rollout.publish.delta import Tally
-from qarl.rollout.publish.wire import (
+from qarl.rollout.remote.delta import Tally
+from qarl.rollout.remote.wire import (
     BEGIN,
     COMMIT,
     UNIT,

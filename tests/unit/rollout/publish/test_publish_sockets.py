@@ -19,10 +19,10 @@ from publish_streams import engine_model, receiver, weights
 from ranks import fork
 
 from qarl.errors import UserError
-from qarl.rollout.publish import sockets
-from qarl.rollout.publish.delta import PublishedCache
 from qarl.rollout.publish.manifest import TensorSpec
-from qarl.rollout.publish.sockets import (
+from qarl.rollout.remote import sockets
+from qarl.rollout.remote.delta import PublishedCache
+from qarl.rollout.remote.sockets import (
     LOOPBACK,
     SMALLEST_LIMIT,
     PeerLost,
@@ -34,7 +34,7 @@ from qarl.rollout.publish.sockets import (
     _send,
     own_address,
 )
-from qarl.rollout.publish.wire import DeltaSender, TransferFailed, encode_publish
+from qarl.rollout.remote.wire import DeltaSender, TransferFailed, encode_publish
 
 TOKEN = "of this run"
 LATE = "model.layers.1.mlp.down_proj.weight"

@@ -15,7 +15,7 @@ from qarl.errors import UserError
 from qarl.rollout.adapters import EngineAdapter
 from qarl.rollout.engine import RolloutEngine
 from qarl.rollout.publish.version import checked_version
-from qarl.rollout.publish.wire import BEGIN, encode_publish, record
+from qarl.rollout.remote.wire import BEGIN, encode_publish, record
 
 TENSORS = weights("llama")
 NONE = {

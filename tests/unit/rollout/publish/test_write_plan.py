@@ -15,8 +15,8 @@ from torch import nn
 from qarl.errors import UserError
 from qarl.rollout.publish import writers
 from qarl.rollout.publish.manifest import TensorSpec
-from qarl.rollout.publish.wire import COMMIT, TransferFailed, encode_publish
 from qarl.rollout.publish.writers import WritePlan, cut_of
+from qarl.rollout.remote.wire import COMMIT, TransferFailed, encode_publish
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -29,9 +29,9 @@ number continues the gap.
 engine (verl/checkpoint_engine/delta_sync) sends four bytes per position.
 
 Values are absolute, so applying a payload twice does no harm. A payload does not say which tensor it is for. So the
-receiver then compares the checksum of the whole tensor (`qarl.rollout.publish.receive`).
+receiver then compares the checksum of the whole tensor (`qarl.rollout.remote.receive`).
 
-`qarl.rollout.publish.wire` sends changes (`send_changes`) and applies them (`receive_changes`).
+`qarl.rollout.remote.wire` sends changes (`send_changes`) and applies them (`receive_changes`).
 """
 
 from __future__ import annotations

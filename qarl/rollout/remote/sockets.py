@@ -2,7 +2,7 @@
 
     sender -> receiver    a challenge
     receiver -> sender    hello: the receiver's challenge, its proof, and the fingerprint of its cache
-    sender -> receiver    the sender's proof, then the stream of `qarl.rollout.publish.wire`, one frame per tensor
+    sender -> receiver    the sender's proof, then the stream of `qarl.rollout.remote.wire`, one frame per tensor
     receiver -> sender    the answer after the last record: its new version and fingerprint, or its error. A receiver
                           that fails first reads the rest of the stream, so that its answer is not lost.
     sender -> receiver    the verdict: whether all receivers have the publish. If one lacks it, all others become stale,
@@ -33,7 +33,7 @@ import torch
 
 from qarl.errors import UserError
 from qarl.rollout.publish.manifest import NamedTensor, TensorSpec
-from qarl.rollout.publish.wire import COMMIT, RETRY, TransferFailed
+from qarl.rollout.remote.wire import COMMIT, RETRY, TransferFailed
 
 DEFAULT_SECONDS = 120.0
 _HELLO_SECONDS = 10.0
@@ -256,7 +256,7 @@ class WeightClient:
             )
 
     def feed(self, receiver: Any) -> None:
-        """Feed the publish to `receiver` (`qarl.rollout.publish.receive.WeightReceiver`), and answer.
+        """Feed the publish to `receiver` (`qarl.rollout.remote.receive.WeightReceiver`), and answer.
 
         Raises:
             UserError: the receiver raised it.

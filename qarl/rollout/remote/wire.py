@@ -7,12 +7,12 @@
     qarl.commit   the version again; only now is the publish complete
 
 Records are tensors too (all but `qarl.unit` are JSON in uint8). So any transport that keeps the order of named tensors
-can carry them, for example verl's buckets. `encode_publish` makes the stream, and `qarl.rollout.publish.receive` reads
+can carry them, for example verl's buckets. `encode_publish` makes the stream, and `qarl.rollout.remote.receive` reads
 it. Both sides hold one unit in memory at a time. A unit contains all parts of a layer that the engine fuses (q/k/v,
 gate/up), and its experts as stacks (`qarl.quant.experts`). Between the first record and the last, neither side waits
 for its device: both read checksums, and whether there is NaN or Inf, before the last record.
 
-A delta publish changes the tensors of the previous publish (`qarl.rollout.publish.delta`). `qarl.begin` then contains
+A delta publish changes the tensors of the previous publish (`qarl.rollout.remote.delta`). `qarl.begin` then contains
 the fingerprint of that publish, `base`. A unit contains only changed tensors. `qarl.unit` is JSON then, with the
 checksums by name. It lists under `deltas` the tensors that are sent as payloads. Checksums are always of whole tensors.
 Both sides then read results once for each unit, and again for each tensor that has changed.
@@ -33,9 +33,9 @@ import torch
 
 from qarl.errors import UserError
 from qarl.rollout.publish.checksum import unit_checksums
-from qarl.rollout.publish.delta import PublishedCache, Tally, find_changes
 from qarl.rollout.publish.manifest import NamedTensor, unit_of
 from qarl.rollout.publish.version import checked_version
+from qarl.rollout.remote.delta import PublishedCache, Tally, find_changes
 
 PREFIX = "qarl."
 BEGIN = "qarl.begin"

@@ -6,14 +6,14 @@ because it may have weights of two versions. The next complete publish repairs i
 `broken`, and the engine must be replaced.
 
 A trainer in the same process calls `write_all` with all tensors, which it has checked. Nothing travels, so there is
-nothing to damage. A trainer in another process sends a stream (`qarl.rollout.publish.wire`), which `feed` takes in any
+nothing to damage. A trainer in another process sends a stream (`qarl.rollout.remote.wire`), which `feed` takes in any
 number of parts, from the record `qarl.begin` to `qarl.commit`.
 
 Of a stream, the receiver holds the tensors of only one unit (a decoder layer) in memory, and writes them before it
 knows whether their checksums are right: it compares all of them at the end, so that no unit waits for the device. Set
 `clone=True` if the tensors of one `feed` are views of a buffer that the transport reuses for the next one, as in verl.
 If the sender requests it, the receiver also keeps a copy of all tensors for delta publishes
-(`qarl.rollout.publish.delta`). After a delta, the receiver also writes unchanged tensors, because an engine that slept
+(`qarl.rollout.remote.delta`). After a delta, the receiver also writes unchanged tensors, because an engine that slept
 may have lost them.
 """
 
@@ -27,12 +27,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.rollout.publish import graph_addresses, wire
+from qarl.rollout.publish import graph_addresses
 from qarl.rollout.publish.checksum import unit_checksums
-from qarl.rollout.publish.delta import PublishedCache
 from qarl.rollout.publish.manifest import Manifest, NamedTensor, TensorSpec, check_specs, unit_of
 from qarl.rollout.publish.version import checked_version, note_older
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved, WritePlan, refresh_tied_layers
+from qarl.rollout.remote import wire
+from qarl.rollout.remote.delta import PublishedCache
 from qarl.vllm_versions import kv_cache_tensors
 
 

@@ -1,8 +1,8 @@
 """QaRL's publish as a transfer engine of vLLM: `WeightTransferConfig(backend="qarl")`.
 
 QaRL adds its transfer engine to vLLM 0.29's registry (vllm/distributed/weight_transfer). vLLM's own transfer engines
-load BF16 weights by layerwise reload. QaRL's receives the stream of `qarl.rollout.publish.wire` over TCP
-(`qarl.rollout.publish.sockets`), with the same manifest, checksums, versions and deltas as any publish.
+load BF16 weights by layerwise reload. QaRL's receives the stream of `qarl.rollout.remote.wire` over TCP
+(`qarl.rollout.remote.sockets`), with the same manifest, checksums, versions and deltas as any publish.
 
     trainer                                           vLLM's worker
     init_weight_transfer_engine(address, token)  ->   makes its receiver from its own config
@@ -10,7 +10,7 @@ load BF16 weights by layerwise reload. QaRL's receives the stream of `qarl.rollo
     update_weights({})                           ->   connects, receives, checks, writes, answers, waits for the verdict
     finish_weight_update(version)                ->   ends vLLM's update
 
-If a publish fails for one worker, it fails for all workers (`qarl.rollout.publish.sockets`), and the trainer gets the
+If a publish fails for one worker, it fails for all workers (`qarl.rollout.remote.sockets`), and the trainer gets the
 reason in their answers. vLLM's interface has four gaps:
 
 - vLLM never asks a transfer engine whether the weights are complete. So after a failed publish, and with dummy weights
@@ -60,10 +60,10 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from qarl.errors import UserError
 from qarl.quant.experts import stacked
 from qarl.rollout.publish.manifest import NamedTensor, engines_manifest
-from qarl.rollout.publish.receive import WeightReceiver
-from qarl.rollout.publish.sockets import DEFAULT_SECONDS, WeightClient, WeightServer, own_address
 from qarl.rollout.publish.version import checked_version
-from qarl.rollout.publish.wire import DeltaSender, encode_publish
+from qarl.rollout.remote.receive import WeightReceiver
+from qarl.rollout.remote.sockets import DEFAULT_SECONDS, WeightClient, WeightServer, own_address
+from qarl.rollout.remote.wire import DeltaSender, encode_publish
 from qarl.vllm_versions import check_release, kv_cache_tensors
 
 _log = logging.getLogger("qarl.rollout.vllm_plugin")

@@ -82,8 +82,7 @@ def test_a_run_from_our_config(tmp_path, model, data):
 
 @pytest.mark.slow
 def test_two_ranks_with_micro_batches_by_tokens(tmp_path, model, data):
-    """At learning rate 0 trainer and engine agree. Ratios stay 1, though rows fall into other packs in the update. The
-    second publish knows that nothing has changed."""
+    """At learning rate 0 trainer and engine agree. Ratios stay 1, though rows fall into other packs in the update."""
     changes = {
         "rollout.n": 4,
         "actor.use_dynamic_bsz": "true",
@@ -101,11 +100,7 @@ def test_two_ranks_with_micro_batches_by_tokens(tmp_path, model, data):
     for entry in steps:
         assert entry["mismatch/abs_max"] == 0
         assert entry["actor/seq_ratio_abs_dev_max"] == 0
-    # A step logs the publish before its rollout.
-    first, second = steps
-    assert first["publish/delta"] == 0 and "publish/changed_words" not in first
-    assert second["publish/delta"] == 1 and second["publish/changed_words"] == 0
-    assert 0 < second["publish/mbytes"] < first["publish/mbytes"] / 2
+        assert not any("publish/delta" in name for name in entry)  # on a CPU each publish sends all tensors
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ def test_a_config_with_six_validation_files_runs_to_its_export(tmp_path):
             source,
             answers,
         ) in SOURCES.items():  # verl's own figure, which knows nothing of the others
-            verls = entries[step][f"val-core/{source}/reward/mean@{answers}"]
+            verls = entries[step][f"val-core/{source}/acc/mean@{answers}"]
             assert entries[step][f"val/accuracy/{source}"] == pytest.approx(verls, abs=1e-6)
     assert "accuracy_after/olympiadbench" in done.stdout
 

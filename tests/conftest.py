@@ -6,11 +6,13 @@ others wait for it."""
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -50,6 +52,8 @@ FP8_FILES = {
 """Files whose tests of fp8 take minutes where oneDNN emulates its products."""
 NOT_FAST = {"slow", "long", "vllm", "verl", "compiles", "gpu"}
 """`make test-fast` leaves out what has one of these marks."""
+FREEZE, UNFREEZE = gc.freeze, gc.unfreeze
+IMPORTED_BY_ENGINES = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen3")
 
 
 def pytest_configure() -> None:
@@ -63,11 +67,31 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()
+    FREEZE()
+    gc.freeze = gc.unfreeze = lambda: None
     gc.enable()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("vllm"):
+        _freeze_vllms_modules()
+
+
+@cache
+def _freeze_vllms_modules() -> None:
+    """An engine collects garbage six times and unfreezes all objects as it closes. With the objects of all modules that
+    takes 3.6 seconds. So what is frozen stays frozen, and no engine is."""
+    from qarl.process import configure_vllm_process
+
+    configure_vllm_process()
+    for module in IMPORTED_BY_ENGINES:
+        importlib.import_module(module)
+    gc.collect()
+    FREEZE()
+
+
 def pytest_unconfigure() -> None:
+    gc.freeze, gc.unfreeze = FREEZE, UNFREEZE
     gc.unfreeze()  # else nanobind, which checks at the end, reports leaks
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 
 # Importing vLLM takes several times as long as an engine, so each engine is in a fork of one process that has done it.
 _FRESH_VLLM = """
-import json, os, sys
+import gc, json, os, sys
 os.environ |= {"VLLM_CPU_INT4_W4A8": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 import torch
 from vllm import LLM, SamplingParams
+import vllm.v1.worker.cpu_worker
+gc.freeze()  # an engine collects garbage three times as it starts
 for line in sys.stdin:
     if os.fork():
         os.wait()

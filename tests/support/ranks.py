@@ -7,6 +7,7 @@ the process of the tests and its programs. A program finds vLLM and verl importe
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import runpy
@@ -98,6 +99,7 @@ def _run(program: str, arguments: list[str], variables: dict[str, str], log: Pat
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
+    gc.freeze()  # the objects of all modules, which make a collection of garbage slow
     assert sys.modules.keys() >= set(IMPORTED), "the fork server could not import what it should"
     warnings.simplefilter("ignore")
     os.environ |= variables

@@ -53,7 +53,11 @@ FP8_FILES = {
 NOT_FAST = {"slow", "long", "vllm", "verl", "compiles", "gpu"}
 """`make test-fast` leaves out what has one of these marks."""
 FREEZE, UNFREEZE = gc.freeze, gc.unfreeze
-IMPORTED_BY_ENGINES = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen3")
+IMPORTED_BY_ENGINES = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
+)
 
 
 def pytest_configure() -> None:

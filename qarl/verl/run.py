@@ -23,7 +23,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
+from copy import deepcopy
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -326,14 +327,11 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
 
     Raise UserError if verl lacks a key of the section `verl`, or if a check of QaRL or verl refuses the config.
     """
-    from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        groups = ["hydra.searchpath=[pkg://qarl.verl]", *["+qarl_machine=cpu"] * on_cpu]
-        composed = compose(config_name="ppo_trainer", overrides=groups)
     checks.refuse_own(config)
+    composed = deepcopy(_verls_defaults(on_cpu))
     for key, value in {**verl_keys(config, on_cpu), **config.verl}.items():
         try:
             OmegaConf.update(composed, key.removeprefix("+"), value, force_add=key.startswith("+"))
@@ -346,6 +344,19 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
             ) from error
     checks.check_run_config(config, composed)
     return composed
+
+
+@cache
+def _verls_defaults(on_cpu: bool) -> Any:
+    """Return verl's `ppo_trainer` config with the group of the machine. Hydra reads 28 files for it, and a dry run and
+    the doctor need it more than once."""
+    from hydra import compose, initialize_config_module
+
+    groups = ["hydra.searchpath=[pkg://qarl.verl]"]
+    if on_cpu:
+        groups.append("+qarl_machine=cpu")
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose(config_name="ppo_trainer", overrides=groups)
 
 
 def as_yaml(resolved: Any) -> str:

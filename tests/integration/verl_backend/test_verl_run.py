@@ -100,7 +100,9 @@ def test_two_ranks_with_micro_batches_by_tokens(tmp_path, model, data):
     for entry in steps:
         assert entry["mismatch/abs_max"] == 0
         assert entry["actor/seq_ratio_abs_dev_max"] == 0
-        assert not any("publish/delta" in name for name in entry)  # on a CPU each publish sends all tensors
+        assert not any(
+            "publish/delta" in name for name in entry
+        )  # on a CPU each publish sends all tensors
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from qarl.bench.predict import predict
 from qarl.bench.report import markdown_table
 from qarl.bench.roofline import PHASES, TERMS, Work, assumed_rates
 from qarl.checks.memory import estimate
-from qarl.checks.memory_terms import GIB
+from qarl.checks.memory_parts import GIB
 from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.doctor.model import TIGHT
 

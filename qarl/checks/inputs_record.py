@@ -24,7 +24,7 @@ from qarl.checkpoint.model_files import read_file
 from qarl.checkpoint.resumable import tensor_digest
 from qarl.checkpoint.storage import json_safe
 from qarl.checks.generation import model_eos
-from qarl.checks.memory_terms import has_reference
+from qarl.checks.weight_memory import has_reference
 from qarl.config import Config
 from qarl.data.dated_template import undated_digest, written_dates
 from qarl.data.digests import column_digests, reward_source

@@ -1,8 +1,9 @@
 """Estimates the memory of each part of a run, in bytes per GPU, from the configs of the model and of the run.
 
-This is pure arithmetic without torch. `qarl.checks.memory_terms` has a function for each term. The result lists the
-parts, each with the phases in which it takes memory. The doctor and dry runs print this list. The estimate adds up
-tensor sizes and ignores the allocator, so real use is a few percent higher. It assumes sequences of full length.
+This is pure arithmetic without torch. The terms are functions of `weight_memory`, `activation_memory` and
+`engine_memory`, which give the arithmetic. The result lists the parts, each with the phases in which it takes memory.
+The doctor and dry runs print this list. The estimate adds up tensor sizes and ignores the allocator, so real use is a
+few percent higher. It assumes sequences of full length.
 
     local    One process holds everything.
     verl     FSDP2 shards masters, gradients, optimizer state and low-bit tensors over nnodes * n_gpus_per_node ranks.
@@ -24,8 +25,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from qarl.checks import memory_terms as terms
-from qarl.checks.memory_terms import GIB, PHASES, Part
+from qarl.checks import activation_memory, engine_memory, weight_memory
+from qarl.checks.memory_parts import GIB, PHASES, Part, adapter_parameters, published
 from qarl.checks.model_size import CUDA_MODEL, ModelSize, Shape
 from qarl.errors import UserError
 
@@ -124,22 +125,22 @@ def estimate(
     """
     align = align or config.quant.align
     align = CUDA_MODEL if (align, device) == ("model", "cuda") and not size.experts else align
-    reference = terms.reference(size, config, align, kernels or {})
+    reference = weight_memory.reference(size, config, align, kernels or {})
     on_host = config.backend == "verl" and device == "cuda"
     offload = all(config.verl.get(key) for key in OFFLOAD)
-    engine, kv_cache = terms.engine(size, config, device, gpu_memory_bytes)
+    engine, kv_cache = engine_memory.engine(size, config, device, gpu_memory_bytes)
     parts = [
-        *terms.states(size, config, offload),
-        *terms.gathered(size, config, align),
-        *terms.low_bit(size, config, align, kernels or {}),
+        *weight_memory.states(size, config, offload),
+        *weight_memory.gathered(size, config, align),
+        *weight_memory.low_bit(size, config, align, kernels or {}),
         *(() if on_host else reference),
-        *terms.activations(size, config, align),
-        *terms.expert_rows(size, config, align),
-        *terms.logits(size, config),
+        *activation_memory.activations(size, config, align),
+        *activation_memory.expert_rows(size, config, align),
+        *activation_memory.logits(size, config),
         *engine,
         Part("libraries and runtime (allowance)", RUNTIME_BYTES),
     ]
-    host = [*terms.on_host(size, config, offload), *(reference if on_host else [])]
+    host = [*weight_memory.on_host(size, config, offload), *(reference if on_host else [])]
     return MemoryEstimate(
         tuple(part for part in parts if part.bytes),
         kv_cache,
@@ -152,13 +153,13 @@ def estimate(
 def checkpoint_bytes(size: ModelSize, config: Config) -> dict[str, int]:
     """Return two sizes on disk: the export for vLLM, and a checkpoint (BF16 model, FP32 masters if any, moments). With
     verl, FP32 masters are the only copy of the model in it."""
-    export = terms.published(size, config)
-    trained = terms.adapter_parameters(size, config)
+    export = published(size, config)
+    trained = adapter_parameters(size, config)
     masters = 4 if config.backend == "verl" else 6
     weights = (masters if config.optim.master_dtype == "fp32" else 2) * (trained or size.parameters)
     return {
         "export": export + 2 * trained,
-        "resumable": weights + terms.optimizer_state(size, config),
+        "resumable": weights + weight_memory.optimizer_state(size, config),
     }
 
 

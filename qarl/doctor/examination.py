@@ -34,7 +34,7 @@ from qarl.checks.check import (
 from qarl.checks.inputs_record import Record
 from qarl.checks.machine import Machine
 from qarl.checks.memory import checkpoint_bytes, readable
-from qarl.checks.memory_terms import ranks
+from qarl.checks.memory_parts import ranks
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, unused_keys
 from qarl.config.checks import unusual_values

@@ -25,7 +25,7 @@ from qarl.checks.check import (
 from qarl.checks.exactness import exceptions
 from qarl.checks.machine import Machine
 from qarl.checks.memory import OFFLOAD, MemoryEstimate, estimate, readable
-from qarl.checks.memory_terms import adapter_parameters, ranks
+from qarl.checks.memory_parts import adapter_parameters, ranks
 from qarl.checks.model_folder import cannot_load, compared_tensors
 from qarl.checks.model_size import ModelSize, Shape
 from qarl.config import Config

@@ -25,7 +25,7 @@ from gpu_lock_models import build, process_groups
 from random_models import save_tokenizer
 
 from qarl.checks.memory import estimate
-from qarl.checks.memory_terms import ranks
+from qarl.checks.memory_parts import ranks
 from qarl.checks.model_size import ModelSize
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel

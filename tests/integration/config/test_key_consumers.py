@@ -25,7 +25,14 @@ from qarl.verl.run import verl_keys
 
 pytestmark = [pytest.mark.long, pytest.mark.verl]
 
-NO_CONSUMERS = ("config/checks.py", "config/__init__.py", "checks/memory_terms.py")
+NO_CONSUMERS = (
+    "config/checks.py",
+    "config/__init__.py",
+    "checks/memory_parts.py",
+    "checks/weight_memory.py",
+    "checks/activation_memory.py",
+    "checks/engine_memory.py",
+)
 """Files that read keys only to check them."""
 NOT_LOCAL: dict[str, Any] = {
     "verl": {"trainer.val_only": True},

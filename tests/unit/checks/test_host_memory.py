@@ -6,7 +6,7 @@ import pytest
 from checkout import ROOT
 
 from qarl.checks.memory import OFFLOAD, MemoryEstimate, estimate
-from qarl.checks.memory_terms import GIB
+from qarl.checks.memory_parts import GIB
 from qarl.checks.model_folder import hf_config_or_carried
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, load_config

@@ -19,17 +19,17 @@ from memory_cases import FAMILIES, SIZES, SMALL, parts, run
 from random_models import save_random_model
 
 from qarl.checks import memory
+from qarl.checks.activation_memory import LOGITS_AT_A_TIME
 from qarl.checks.check import RunInputs
-from qarl.checks.memory import OFFLOAD, RUNTIME_BYTES, estimate
-from qarl.checks.memory_terms import (
+from qarl.checks.engine_memory import (
     ENGINE_ASLEEP_BYTES,
     ENGINE_GROUP_BYTES,
     ENGINE_WORKSPACE_BYTES,
-    GIB,
-    LOGITS_AT_A_TIME,
-    OWN_INPUT_GRADIENT,
 )
+from qarl.checks.memory import OFFLOAD, RUNTIME_BYTES, estimate
+from qarl.checks.memory_parts import GIB
 from qarl.checks.model_size import ModelSize
+from qarl.checks.weight_memory import OWN_INPUT_GRADIENT
 from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.quant.experts import QuantExperts
 from qarl.quant.state_dict import low_bit_layers

@@ -22,7 +22,7 @@ from qarl.align import align_model
 from qarl.checkpoint.model_files import ModelFiles
 from qarl.checkpoint.resumable import save_checkpoint
 from qarl.checks.memory import checkpoint_bytes, estimate
-from qarl.checks.memory_terms import adapter_parameters
+from qarl.checks.memory_parts import adapter_parameters
 from qarl.checks.model_size import CUDA_MODEL, ModelSize, prepared_bytes, wire_bytes
 from qarl.kernels.cpu.torch_linears import (
     CpuW4A8Linear,

@@ -11,7 +11,7 @@ from memory_cases import SMALL, parts, run
 from random_models import save_random_model
 
 from qarl.checks.memory import OFFLOAD, estimate
-from qarl.checks.memory_terms import GIB
+from qarl.checks.memory_parts import GIB
 from qarl.checks.model_size import ModelSize
 from qarl.quant.linear import QuantLinear
 from qarl.quant.state_dict import low_bit_layers

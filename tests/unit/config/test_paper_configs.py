@@ -17,7 +17,7 @@ from checkout import ROOT
 
 from qarl.checks.machine import GPUS
 from qarl.checks.memory import MemoryEstimate, estimate
-from qarl.checks.memory_terms import GIB
+from qarl.checks.memory_parts import GIB
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, load_config
 from qarl.doctor.model import TIGHT

@@ -13,7 +13,7 @@ from live_bytes import LiveBytes
 from random_models import save_random_model
 from torch import nn
 
-import qarl.checks.memory_terms
+import qarl.checks.activation_memory
 from qarl.kernels import log_probs as kernel
 from qarl.kernels.cpu import bf16_linear
 from qarl.kernels.log_probs import (
@@ -127,7 +127,7 @@ def test_bytes_for_each_logit_are_those_of_the_memory_estimate(blocks: int) -> N
 def test_blocks_are_whole_tiles_within_the_limit() -> None:
     assert rows_at_a_time(151936) == 832
     assert rows_at_a_time(10**9) == 64
-    assert qarl.checks.memory_terms.LOGITS_AT_A_TIME == kernel.LOGITS_AT_A_TIME
+    assert qarl.checks.activation_memory.LOGITS_AT_A_TIME == kernel.LOGITS_AT_A_TIME
 
 
 def response_batch() -> Batch:

@@ -1,0 +1,99 @@
+"""Terms of the memory estimate for what one micro-batch computes and saves (`qarl.checks.memory`).
+
+T is the number of tokens of a micro-batch at full length, V the vocabulary and H the hidden size.
+
+    activations   Everything that autograd saves for each token in all blocks. With recomputation: H numbers of each
+                  block, and everything of one block.
+    expert_rows   The rows of the T k pairs of token and expert (H, and I or 2I numbers each) that the backward of one
+                  layer's experts holds at its peak. QaRL's own backward saves no row and computes them again.
+    logits        T * V logits. The pass for old log-probs needs 10 bytes per logit (8 with verl, which also computes
+                  entropies), for at most `LOGITS_AT_A_TIME` logits. The update needs 14 bytes per logit. If there are
+                  more than `LOGITS_AT_A_TIME`, the update needs 18 bytes for each of `LOGITS_AT_A_TIME` logits, and 4
+                  bytes for each weight of lm_head, unless adapters leave it frozen.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qarl.checks.memory_parts import Part, micro_batch_tokens, quantized_linears
+from qarl.checks.model_size import ModelSize
+
+if TYPE_CHECKING:
+    from qarl.config import Config
+
+LOGITS_AT_A_TIME = 2**27
+"""The largest number of logits that `qarl.kernels.log_probs` holds at once."""
+
+
+def activations(size: ModelSize, config: Config, align: str) -> list[Part]:
+    """Return the parts for the tensors that autograd saves in the forward of one micro-batch, without lm_head."""
+    passed = [size.activation_bytes_per_token(align, layer) for layer in range(size.layers)]
+    rows = size.expert_row_bytes if has_own_experts(size, config, align) else 0
+    layer_bytes = [each - rows * (layer in size.sparse_layers) for layer, each in enumerate(passed)]
+    saved = sum(layer_bytes)
+    if config.model.gradient_checkpointing:
+        saved = size.layers * size.hidden * (4 if align in ("model", "exact") else 2) + max(
+            layer_bytes
+        )
+    forward = micro_batch_tokens(config, log_probs=True)
+    backward = micro_batch_tokens(config)
+    return [
+        Part("activations, log-probs", forward * max(passed), ("old_log_prob",)),
+        Part("activations, update", backward * saved, ("update",)),
+    ]
+
+
+def has_own_experts(size: ModelSize, config: Config, align: str) -> bool:
+    """Return whether QaRL computes the experts (`qarl.kernels.experts`), and not transformers."""
+    if align == "off":
+        return False
+    return align in ("model", "exact") or any(
+        ".experts." in name for name in quantized_linears(size, config)
+    )
+
+
+def expert_rows(size: ModelSize, config: Config, align: str) -> list[Part]:
+    """Return the part for the rows that the backward of one layer's experts holds, beside what autograd saved.
+
+    QaRL's backward holds, in BF16: x and dy by expert (H each), gate and up and their gradients (2I each), the gradient
+    of down_proj's input and that input times its weight (I each), and the rows of dx (H). With an 8-bit scheme x is
+    also there in 8 bits. Transformers' backward holds three rows of H: those of the weighted sum's gradient. Each
+    returns the gradient of its input, H numbers for each of T tokens. The FP32 temporaries that QaRL's backward has on
+    CPUs are not counted.
+    """
+    if not size.sparse_layers:
+        return []
+    hidden = size.hidden
+    inner = size.moe_intermediate
+    tokens = micro_batch_tokens(config)
+    each = 6 * hidden
+    if has_own_experts(size, config, align):
+        each += 12 * inner + hidden * (config.quant.scheme in ("w8a8", "fp8"))
+    return [
+        Part(
+            "rows of a layer's experts",
+            tokens * (size.experts_per_token * each + 2 * hidden),
+            ("update",),
+        )
+    ]
+
+
+def logits(size: ModelSize, config: Config) -> list[Part]:
+    """Return the parts for the logits of one micro-batch and their softmax. verl also computes logits of prompts.
+
+    If micro-batches are limited by tokens, all their tokens are assumed to be of responses."""
+    data = config.data
+    tokens = [micro_batch_tokens(config, log_probs=True), micro_batch_tokens(config)]
+    if config.backend == "local" and not config.actor.use_dynamic_bsz:
+        length = data.max_prompt_length + data.max_response_length
+        tokens = [count // length * data.max_response_length for count in tokens]
+    forward, backward = (count * size.vocab for count in tokens)
+    update = 14 * backward
+    if backward > LOGITS_AT_A_TIME:
+        update = 18 * LOGITS_AT_A_TIME + (0 if config.lora.r else 4 * size.vocab * size.hidden)
+    each = 8 if config.backend == "verl" else 10
+    return [
+        Part("logits, log-probs", each * min(forward, LOGITS_AT_A_TIME), ("old_log_prob",)),
+        Part("logits, update", update, ("update",)),
+    ]

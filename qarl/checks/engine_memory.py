@@ -1,0 +1,110 @@
+"""The term of the memory estimate for the rollout engine (`qarl.checks.memory`).
+
+Awake: vLLM's share of the GPU. Asleep (on GPUs): an allowance. With adapters on a CPU, what the local trainer cannot
+share, and A for each token (6 bytes a number), or at the start a second base.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qarl.checks.memory_parts import (
+    GIB,
+    PHASES,
+    Part,
+    adapted_linears,
+    adapter_parameters,
+    published,
+    quantized_linears,
+)
+from qarl.checks.model_size import ModelSize, prepared_bytes, wire_bytes
+from qarl.config.schema import BATCHED_TOKENS
+
+if TYPE_CHECKING:
+    from qarl.config import Config
+
+ENGINE_WORKSPACE_BYTES = GIB
+"""A rough allowance for vLLM's forward, in addition to weights and KV cache."""
+ENGINE_ASLEEP_BYTES = 2 * GIB
+"""A rough allowance for what a sleeping engine keeps on its GPU: CUDA context, graphs, workspaces of libraries."""
+ENGINE_GROUP_BYTES = GIB
+"""A rough allowance for what it keeps in addition if its model is split over GPUs: buffers of NCCL and of vLLM's own
+all-reduce, and the graphs' copies of them."""
+ENGINE_KERNELS = {("qarl", "w4a8"): "qarl_cpu_w4a8", ("dequantized", "w4a16"): "dequantized"}
+"""(`quant.kernels`, scheme) -> the kernel whose layout replaces the published tensors in the engine."""
+
+
+def not_shared(size: ModelSize, config: Config) -> int:
+    """Return the bytes of the base that an engine on a CPU has in addition to those of the trainer of adapters: layers
+    that vLLM packs (`qarl.rollout.publish.cpu_layers`)."""
+    scheme = config.quant.scheme
+    quantized = quantized_linears(size, config)
+    packed = 2 * sum(n * k for name, (n, k) in size.linears().items() if name not in quantized)
+    for name, shape in quantized.items():
+        of_expert = ".experts." in name
+        group = config.quant.group_size
+        if scheme == "fp8" and of_expert:
+            packed += prepared_bytes(scheme, "vllm_cpu", group, shape)
+        elif scheme == "w8a8" or config.quant.kernels != "engine":
+            packed += wire_bytes(scheme, group, shape)
+    return packed
+
+
+def own_layout(size: ModelSize, config: Config) -> int:
+    """Return how many more bytes than the published tensors the engine holds because of `quant.kernels`."""
+    scheme = config.quant.scheme
+    group = config.quant.group_size
+    kernel = ENGINE_KERNELS.get((config.quant.kernels, scheme))
+    shapes = quantized_linears(size, config).values()
+    each = (
+        prepared_bytes(scheme, kernel, group, shape) - wire_bytes(scheme, group, shape)
+        for shape in shapes
+    )
+    return sum(each) if kernel else 0
+
+
+def gathered_adapters(size: ModelSize, config: Config) -> int:
+    """Return the bytes that vLLM takes on a CPU to multiply a batch of prompts by one adapter.
+
+    It gathers A for each token in BF16 and casts it to FP32, then it gathers B (`bgmv_shrink` and `bgmv_expand_slice`
+    in vllm/lora/ops/torch_ops/lora_ops.py, 0.29)."""
+    data = config.data
+    rollout = config.rollout
+    longest = data.max_prompt_length + data.max_response_length
+    tokens = max(rollout.max_num_batched_tokens or BATCHED_TOKENS[config.backend], longest)
+    each = max((max(6 * k, 2 * n) for n, k in adapted_linears(size, config)), default=0)
+    return tokens * (config.lora.r or 0) * each
+
+
+def engine(
+    size: ModelSize, config: Config, device: str, gpu_memory_bytes: int
+) -> tuple[list[Part], int]:
+    """Return, for one GPU, the engine's parts of the memory and the bytes of its KV cache."""
+    parallel = config.rollout.tensor_model_parallel_size
+    shares = config.lora.r and config.backend == "local" and device == "cpu"
+    gathered = gathered_adapters(size, config) if device == "cpu" else 0
+    every = published(size, config) // parallel
+    weights = not_shared(size, config) if shares else every
+    twice = (
+        every - weights
+    )  # nothing is gathered before the first publish, after which the trainer shares these
+    weights += own_layout(size, config) + 2 * adapter_parameters(size, config)
+    if device == "cpu":  # vLLM packs embed_tokens and lm_head, and keeps the originals
+        weights += 2 * size.embedding_parameters
+    sleeps = config.rollout.free_cache_engine and device == "cuda"
+    phases = ("rollout",) if sleeps else PHASES
+    if device == "cuda":
+        budget = int(config.rollout.gpu_memory_utilization * gpu_memory_bytes)
+        kv_cache = budget - weights - ENGINE_WORKSPACE_BYTES
+    else:
+        kv_cache = int(config.rollout.cpu_kvcache_space_gib * GIB)
+    asleep = ENGINE_ASLEEP_BYTES + ENGINE_GROUP_BYTES * (parallel > 1)
+    parts = [
+        Part("vLLM: weights", weights, phases),
+        Part("vLLM: KV cache", max(kv_cache, 0), phases),
+        Part("vLLM: workspace (allowance)", ENGINE_WORKSPACE_BYTES, phases),
+        Part("vLLM: A and B, gathered", gathered, ("rollout",)),
+        Part("vLLM: second copy of the base, at the start", max(twice - gathered, 0), ("rollout",)),
+        Part("vLLM asleep (allowance)", asleep if sleeps else 0, PHASES[1:]),
+    ]
+    return parts, kv_cache

@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from qarl.config.quant import ROLLOUT_SCHEMES as SCHEMES
+from qarl.schemes import engine_scheme_names
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks/results/levels_cpu.json"
@@ -46,7 +46,7 @@ def draw(deltas: dict[tuple[str, str], float], path: Path) -> None:
         axes = figure.subplots()
         place = 0.0
         ticks = []
-        for scheme in SCHEMES:
+        for scheme in engine_scheme_names():
             first = place
             for level, colour in LEVELS.items():
                 if (scheme, level) not in deltas:
@@ -66,7 +66,7 @@ def draw(deltas: dict[tuple[str, str], float], path: Path) -> None:
             place += 0.6
         axes.set_xscale("log")
         axes.set_xlim(FLOOR, 0.1)
-        axes.set_yticks(ticks, SCHEMES)
+        axes.set_yticks(ticks, engine_scheme_names())
         axes.invert_yaxis()
         axes.set_xlabel("mean |δ| per token, nats (lower is better)")
         axes.set_title(

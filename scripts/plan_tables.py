@@ -19,11 +19,11 @@ from qarl.bench.report import markdown_table
 from qarl.bench.roofline import PHASES, TERMS, Work, assumed_rates
 from qarl.checks.memory import estimate
 from qarl.checks.memory_parts import GIB
-from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.doctor.model import TIGHT
+from qarl.schemes import engine_scheme_names
 
 GPU = "h100"
-LOW_BIT = tuple(scheme for scheme in ROLLOUT_SCHEMES if scheme != "bf16")
+LOW_BIT = tuple(scheme for scheme in engine_scheme_names() if scheme != "bf16")
 SPEED: dict[str, Any] = {
     "gpu": GPU, "gpus": 8, "prompts": 512, "n": 8, "prompt_length": 512, "response_length": (2048,), "mini_batches": 8,
     "micro_batch": 8, "optimizer": "muon",

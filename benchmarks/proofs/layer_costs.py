@@ -33,7 +33,7 @@ from qarl.kernels.experts import TritonExperts, fused_experts
 from qarl.kernels.vllm_experts import Experts
 from qarl.quant.experts import ExpertsInOneCopy
 from qarl.quant.linear import QuantLinear
-from qarl.quant.scheme import Scheme, get_scheme
+from qarl.schemes import Scheme, get_scheme
 
 ENGINE_LAUNCHES = {
     "w4a16": (

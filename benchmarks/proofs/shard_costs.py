@@ -28,10 +28,10 @@ from qarl.kernels.vllm_experts import VllmCutlassExperts, VllmMarlinExperts, Vll
 from qarl.optim.muon_adamw import MuonAdamW
 from qarl.quant.experts import STACKS, QuantizedStack
 from qarl.quant.quantize import quantize_unchecked
-from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.weight_shard import WeightShard
 from qarl.rollout.publish.experts import by_parameter, copy_stacks, in_marlins_layout
 from qarl.rollout.publish.manifest import TensorSpec
+from qarl.schemes import Scheme, get_scheme
 
 ENGINE_KERNELS: dict[str, Any] = {
     "w4a16": VllmMarlinExperts,

@@ -57,7 +57,7 @@ from qarl.process import vllm_unusable, vllm_without_device
 from qarl.quant.experts import QuantExperts, stacked_experts
 from qarl.quant.fsdp import ShardedQuantExperts
 from qarl.quant.linear import QuantLinear
-from qarl.quant.scheme import get_scheme
+from qarl.schemes import UNQUANTIZED
 
 LEVELS = ("off", "linears", "model", "exact")
 EXACT_PROMPT = 300
@@ -210,7 +210,7 @@ def bf16_experts(
     """Return replacements, by name, for the layers of experts that are not quantized. A replacement runs the engine's
     operator on the same weights.
     """
-    scheme = get_scheme("bf16")
+    scheme = UNQUANTIZED
     return {
         name: kind(experts, scheme, qualified_name=name, device=device)
         for name, experts in stacked_experts(model).items()

@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 
 from qarl.config.command_arguments import Commas
 from qarl.config.errors import nearest
-from qarl.config.quant import ROLLOUT_SCHEMES
+from qarl.config.types import OneOf
 from qarl.errors import UserError
+from qarl.schemes import engine_scheme_names
 
 Device = Literal["cuda", "cpu"]
-Schemes = Annotated[tuple[Literal[*ROLLOUT_SCHEMES], ...], Commas]  # type: ignore[valid-type]  # not written out
+Schemes = Annotated[tuple[Annotated[str, OneOf(engine_scheme_names)], ...], Commas]
 
 
 def one_of(value: str, known: Collection[str], what: str) -> str:

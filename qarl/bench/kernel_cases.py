@@ -38,7 +38,7 @@ from qarl.kernels.registry import BF16_KERNELS, EXPERTS_KERNELS, LINEAR_KERNELS
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
 from qarl.quant.experts import quantize_stack
 from qarl.quant.quantize import QuantizedTensor, quantize
-from qarl.quant.scheme import Scheme, get_scheme
+from qarl.schemes import Scheme, get_scheme
 
 QUANTIZERS = {
     ("w8a8", False): quantize_int8,

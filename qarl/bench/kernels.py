@@ -32,8 +32,8 @@ from qarl.bench.arguments import Device, as_json, check_device, device_of
 from qarl.bench.model import LINEARS, find_model, linear_shapes
 from qarl.checkpoint.storage import write_json
 from qarl.config.command_arguments import Commas, read_request
-from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
+from qarl.schemes import engine_scheme_names
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from qarl.bench.kernel_cases import Competitor, Group
 
 OPERATIONS = ("linear", "input_gradient", "quantize", "experts")
-LOW_BIT = tuple(name for name in ROLLOUT_SCHEMES if name != "bf16")
+LOW_BIT = tuple(name for name in engine_scheme_names() if name != "bf16")
 GPU_MODELS = ("Qwen2.5-Math-1.5B", "Qwen2.5-Math-7B", "Qwen3-8B", "Qwen3-30B-A3B")
 FLUSH_BYTES = 512 * 2**20
 MOST_ROUNDS = 1000

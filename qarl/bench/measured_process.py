@@ -42,9 +42,9 @@ from qarl.metrics.step_metrics import PhaseTimer
 from qarl.process import keep_freed_memory
 from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import measure_phases, quantize
-from qarl.quant.scheme import Scheme
 from qarl.quant.state_dict import low_bit_layers, requantize
 from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.schemes import Scheme
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy

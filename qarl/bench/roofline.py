@@ -23,8 +23,8 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from qarl.bench.arguments import Schemes
 from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.config.command_arguments import Commas, read_request
-from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
+from qarl.schemes import engine_scheme_names
 
 Curves = dict[str, tuple[tuple[float, float], ...]]
 EFFICIENCY = {"bf16": 0.65, "w4a16": 0.55, "w8a8": 0.5, "fp8": 0.5}
@@ -218,7 +218,7 @@ class Work:
     gpus: PositiveInt = 8
     tensor_parallel: PositiveInt = 1
     gpu_memory_utilization: PositiveFloat = 0.6
-    schemes: Schemes = ROLLOUT_SCHEMES
+    schemes: Schemes = engine_scheme_names()
     prompts: PositiveInt = 128
     n: PositiveInt = 8
     prompt_length: PositiveInt = 1024

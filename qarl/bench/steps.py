@@ -32,8 +32,8 @@ from qarl.bench.arguments import Device, Schemes, as_json, check_device, check_d
 from qarl.bench.model import Source, default_group_size, find_model, write_model
 from qarl.checkpoint.storage import write_json
 from qarl.config.command_arguments import Commas, read_request
-from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
+from qarl.schemes import engine_scheme_names
 
 LEVELS = ("off", "linears", "model", "exact")
 
@@ -76,7 +76,7 @@ class Arguments:
     device: Device
     model: str
     layers: PositiveInt | None = None
-    schemes: Schemes = ROLLOUT_SCHEMES
+    schemes: Schemes = engine_scheme_names()
     levels: Annotated[tuple[Literal[*LEVELS], ...], Commas] = LEVELS[:3]  # type: ignore[valid-type]  # not written out
     lora_r: Annotated[tuple[NonNegativeInt, ...], Commas] = (0,)
     prompts: PositiveInt = 8
@@ -123,7 +123,7 @@ class Arguments:
     def cases(self) -> list[Case]:
         """Return the cases in order, BF16 first. BF16 has no case `linears`, which would be the same as `off`. Adapters
         have no case `off` of a quantized base, which QaRL refuses."""
-        schemes = sorted(set(self.schemes), key=ROLLOUT_SCHEMES.index)
+        schemes = sorted(set(self.schemes), key=engine_scheme_names().index)
         if self.part == "publish":
             return [Case(scheme, "") for scheme in schemes]
         levels = sorted(set(self.levels), key=LEVELS.index)

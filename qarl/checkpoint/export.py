@@ -51,7 +51,7 @@ def export(request: ExportRequest) -> str:
         reading,
     )
     from qarl.checkpoint.storage import recover
-    from qarl.quant.scheme import get_scheme
+    from qarl.schemes import UNQUANTIZED, get_scheme
 
     folder = find_checkpoint(request.run, request.step)
     model = model_of_run(folder)
@@ -65,7 +65,7 @@ def export(request: ExportRequest) -> str:
         quant = source.config["quant"]
         scheme = get_scheme(quant["scheme"], group_size=quant["group_size"])
         if request.format != "quantized":
-            scheme = get_scheme("bf16")
+            scheme = UNQUANTIZED
         files = ModelFiles.from_folder(source.model_folder, trust_remote_code=trust)
         linears = linears_of(source.model_folder, scheme, quant["ignore"], trust_remote_code=trust)
     dtype = torch.float32 if request.format == "fp32" else torch.bfloat16

@@ -32,8 +32,8 @@ from qarl.config.lora import FOLDER
 from qarl.errors import UserError
 from qarl.lora.adapter import WEIGHTS_FILE, A, Adapter, read_adapter
 from qarl.lora.layers import adapted_leaves
-from qarl.quant.scheme import get_scheme
 from qarl.rollout.vllm_plugin import experts_of
+from qarl.schemes import get_scheme
 
 
 class Trained(NamedTuple):

@@ -31,7 +31,7 @@ from qarl.lora.adapter import WEIGHTS_FILE, Adapter, write_adapter
 from qarl.quant.convert import select_linears
 from qarl.quant.meta_model import meta_model
 from qarl.quant.quantize import quantize
-from qarl.quant.scheme import Scheme
+from qarl.schemes import Scheme
 
 MAX_SHARD_BYTES = 5_000_000_000
 _INDEX = "model.safetensors.index.json"

@@ -31,7 +31,7 @@ from qarl.checkpoint.model_files import ModelFiles, write_model
 from qarl.checkpoint.storage import file_sha256, json_safe, remove_folder, whole_folder
 from qarl.errors import UserError
 from qarl.lora.adapter import Adapter, write_adapter
-from qarl.quant.scheme import get_scheme
+from qarl.schemes import UNQUANTIZED
 
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.pt"
@@ -96,7 +96,7 @@ def save_checkpoint(
     )
     with whole_folder(folder, needed_bytes=needed) as partial:
         if adapter is None:
-            write_model(partial, files, weights, scheme=get_scheme("bf16"))
+            write_model(partial, files, weights, scheme=UNQUANTIZED)
         else:
             write_adapter(partial, adapter)
         for name, content in ((OPTIMIZER_FILE, optimizer), (RNG_FILE, rng)):

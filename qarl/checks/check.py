@@ -34,7 +34,7 @@ from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.registry import Choice, choose_experts_kernel, choose_linear_kernel
 from qarl.quant.convert import linear_shapes
-from qarl.quant.scheme import get_scheme
+from qarl.schemes import get_scheme
 
 
 class NotCheckedError(Exception):

@@ -21,7 +21,7 @@ from qarl.config.ignored_layers import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.quant import convert
 from qarl.quant import meta_model as meta
-from qarl.quant.scheme import Scheme
+from qarl.schemes import Scheme
 
 W4A16_CPU_MULTIPLE = 32
 # vLLM loads these as one layer, in every model family that QaRL trains.

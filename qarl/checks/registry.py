@@ -54,10 +54,10 @@ from qarl.lora.layers import target_linears
 from qarl.metrics.tracker import check_loggers
 from qarl.process import vllm_unusable
 from qarl.quant.convert import no_own_experts
-from qarl.quant.scheme import Scheme
 from qarl.rollout import vllm_plugin
 from qarl.rollout.engine_config import W4A8_ON_GPUS, check_not_batch_invariant, eager
 from qarl.rollout.engine_config import check_served as check_scheme_is_served
+from qarl.schemes import Scheme
 
 
 def make_checks(config: Config, *, data: bool = True) -> RunInputs:

@@ -1,4 +1,4 @@
-"""The section `quant` of the config, and the names of the schemes."""
+"""The section `quant` of the config. Its schemes are those of `qarl.schemes`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from qarl.config.types import Patterns, Sane, Section, Unit
+from qarl.config.types import OneOf, Patterns, Sane, Section, Unit
+from qarl.schemes import scheme_names
 
-SchemeName = Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
-SCHEMES: tuple[str, ...] = get_args(SchemeName)
+SchemeName = Annotated[str, OneOf(scheme_names)]
 KernelsName = Literal["engine", "qarl", "dequantized"]
 KERNELS: tuple[str, ...] = get_args(KernelsName)
-ROLLOUT_SCHEMES = tuple(name for name in SCHEMES if name != "w4a8")
-"""Schemes that vLLM computes correctly with its own kernels. w4a8 needs quant.kernels=qarl
-(`qarl.rollout.engine_config.check_served` says why)."""
 
 
 class QuantConfig(Section):

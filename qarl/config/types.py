@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 
 from qarl.config.ignored_layers import REGEX_PREFIX
 
@@ -36,6 +36,30 @@ class Sane:
 
     low: float
     high: float
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The values of a text that grow at run time, as in `Annotated[str, OneOf(names)]`.
+
+    A bad value gives the error of a `Literal` with these values.
+    """
+
+    names: Callable[[], tuple[str, ...]]
+
+    def check(self, value: Any) -> Any:
+        """Return `value`, or raise pydantic's error if it is not one of the names."""
+        names = self.names()
+        if value in names:
+            return value
+        *most, last = map(repr, names)
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        return {"enum": list(self.names()), "type": "string"}
 
 
 def as_list(value: Any) -> Any:

@@ -33,9 +33,9 @@ from qarl.config.ignored_layers import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.kernels.registry import Choice
 from qarl.process import vllm_unusable
-from qarl.quant.scheme import Scheme
 from qarl.rollout.chosen_kernel import chosen_kernel
 from qarl.rollout.publish.manifest import expected_manifest, quantized_layers
+from qarl.schemes import Scheme
 
 TIGHT = 0.9
 """An estimate above this share of the memory gives a warning, because estimates do not count fragmentation."""

@@ -32,9 +32,9 @@ from qarl.eval.arguments import BF16, EvalRequest, Settings
 from qarl.eval.harness import find_tasks, score_tasks, sets_of
 from qarl.eval.scores import Estimate, average, differences, interval, normal
 from qarl.lora.adapter import Adapter, read_adapter
-from qarl.quant.scheme import Scheme, get_scheme
 from qarl.rollout.adapters import AdapterSpec
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
+from qarl.schemes import UNQUANTIZED, from_quantization_config
 
 Sets = dict[str, dict[int, float]]
 """Name of a set (`data_source`) -> row -> mean score of its responses."""
@@ -187,7 +187,7 @@ def engine_of(
     quantization = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(
         "quantization_config"
     )
-    scheme = Scheme.from_quantization_config(quantization) if quantization else get_scheme("bf16")
+    scheme = from_quantization_config(quantization) if quantization else UNQUANTIZED
     more: dict[str, Any] = {}
     if adapter is not None:
         more["adapters"] = AdapterSpec(adapter.r, adapter.targets)

@@ -7,8 +7,8 @@ from qarl.quant.convert import QuantReport, invalidate_quantized, quantize_model
 from qarl.quant.experts import QuantExperts
 from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import QuantizedTensor, quantize
-from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.state_dict import packed_state_dict
+from qarl.schemes import Scheme, get_scheme
 
 __all__ = [
     "QuantExperts",

@@ -23,7 +23,7 @@ from qarl.config.ignored_layers import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.quant.experts import STACKS, QuantExperts, matrices, stacked_experts
 from qarl.quant.linear import QuantLinear
-from qarl.quant.scheme import Scheme, get_scheme
+from qarl.schemes import Scheme, get_scheme
 
 DEFAULT_IGNORE = ("lm_head",)
 

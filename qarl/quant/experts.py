@@ -43,7 +43,7 @@ from qarl.kernels.experts import LowBitExperts, fused_experts
 from qarl.kernels.registry import choose_experts_kernel
 from qarl.quant.linear import QuantLayer
 from qarl.quant.quantize import phase, quantize
-from qarl.quant.scheme import Scheme
+from qarl.schemes import Scheme
 
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Leaf name of each stack -> the matrices that it holds for each expert, in the order of their rows."""

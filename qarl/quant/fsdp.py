@@ -30,9 +30,9 @@ from qarl.quant import convert
 from qarl.quant.experts import STACKS, ExpertsInOneCopy, QuantExperts, QuantizedStack
 from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import QuantizedTensor, phase
-from qarl.quant.scheme import Scheme
 from qarl.quant.state_dict import unquantized_tensors
 from qarl.quant.weight_shard import GatheredWeight, WeightShard
+from qarl.schemes import Scheme
 
 
 class _Sharded(nn.Module):

@@ -28,7 +28,7 @@ from qarl.errors import UserError
 from qarl.kernels.base import Tensors, from_layout, to_layout
 from qarl.kernels.registry import Choice, choose_linear_kernel
 from qarl.quant.quantize import QuantizedTensor, phase, quantize
-from qarl.quant.scheme import Scheme
+from qarl.schemes import Scheme
 
 
 @cache

@@ -36,7 +36,7 @@ from torch import Tensor
 from qarl.errors import UserError
 from qarl.kernels.base import is_gpu
 from qarl.kernels.int4 import dequantize_int4
-from qarl.quant.scheme import QuantArgs, Scheme
+from qarl.schemes import QuantArgs, Scheme
 
 
 @dataclass(frozen=True, eq=False)

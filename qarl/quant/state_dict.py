@@ -11,7 +11,7 @@ from qarl.quant.convert import DEFAULT_IGNORE, owners, select_linears, tied_name
 from qarl.quant.experts import STACKS, QuantExperts, is_stack, quantize_stack, unstacked
 from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import quantize
-from qarl.quant.scheme import Scheme
+from qarl.schemes import Scheme
 
 
 def low_bit_layers(model: nn.Module) -> dict[str, QuantLinear | QuantExperts]:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from qarl.errors import UserError
 from qarl.kernels.base import Layout, from_layout
 from qarl.quant.quantize import nonfinite_error, quantize_unchecked
-from qarl.quant.scheme import Scheme
+from qarl.schemes import Scheme
 
 _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 

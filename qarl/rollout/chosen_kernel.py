@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from qarl.kernels.cuda.vllm_linears import chosen_int4_kernel
 from qarl.process import configure_vllm_process
-from qarl.quant.scheme import Scheme
 from qarl.rollout.engine_config import engine_arguments, kernel_request, own_kernels
 from qarl.rollout.vllm_plugin import check_linears_loaded
+from qarl.schemes import Scheme
 from qarl.vllm_versions import check_release
 
 

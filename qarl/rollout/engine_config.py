@@ -34,8 +34,8 @@ from qarl.errors import UserError
 from qarl.kernels.cpu.layer_ops import BLOCK_SIZE
 from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.process import configure_vllm_process
-from qarl.quant.scheme import Scheme
 from qarl.rollout.adapters import AdapterSpec
+from qarl.schemes import Scheme
 from qarl.vllm_versions import FP32_HEAD, import_flashinfer, is_refusal
 
 REQUEST_KEY = "qarl_linears"

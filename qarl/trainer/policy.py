@@ -29,8 +29,8 @@ from qarl.lora.layers import Adapters
 from qarl.quant.convert import quantize_model
 from qarl.quant.experts import stacked_experts
 from qarl.quant.meta_model import TORCH_DTYPES, check_buffers, default_dtype_kept
-from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.state_dict import packed_state_dict
+from qarl.schemes import Scheme, get_scheme
 from qarl.trainer.batch import TOKEN_MULTIPLE, Batch, Layout, Rows, lay_out, micro_batches
 
 if TYPE_CHECKING:

@@ -38,8 +38,8 @@ from qarl.objectives.metrics import loss_statistics
 from qarl.optim.muon_adamw import MuonAdamW
 from qarl.process import keep_freed_memory
 from qarl.quant.experts import stacked_experts
-from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine import RolloutEngine
+from qarl.schemes import get_scheme
 from qarl.tbpo import TBPOConfig, tbpo_loss
 from qarl.trainer.master_optimizer import write_back
 from qarl.trainer.policy import Policy, adapters_of

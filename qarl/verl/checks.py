@@ -20,7 +20,7 @@ from qarl.config import Config
 from qarl.config.checks import LEAST_TEMPERATURE, one_token_is_left
 from qarl.config.schema import MIN_TEMPERATURE
 from qarl.errors import UserError
-from qarl.quant.scheme import get_scheme
+from qarl.schemes import get_scheme
 from qarl.verl.added_keys import unread_keys
 from qarl.verl.config import CORRECTION, PLUGIN
 from qarl.verl.refusals import Problem, attempt, errors_of, raise_all

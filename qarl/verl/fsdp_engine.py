@@ -48,8 +48,8 @@ from qarl.optim.muon_adamw import MuonAdamW
 from qarl.quant.convert import quantize_model
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
 from qarl.quant.meta_model import check_buffers, restore_buffers
-from qarl.quant.scheme import get_scheme
 from qarl.rollout.remote.wire import DeltaSender
+from qarl.schemes import UNQUANTIZED, get_scheme
 from qarl.verl import forward, step_measurements
 from qarl.verl.adapters import ActorAdapters, gathered
 from qarl.verl.ask_servers import Watch, refuse_dead_servers, servers_have_base
@@ -81,7 +81,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     """The engine. `quant`: its settings, or None without a section `quant`. `align`: the alignment level in use."""
 
     quant: Any = None
-    scheme = get_scheme("bf16")
+    scheme = UNQUANTIZED
     ignore: tuple[str, ...] = ()
     align: str = "off"
     limit_level: str = "off"

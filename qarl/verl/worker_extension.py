@@ -26,7 +26,6 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from qarl.errors import UserError
 from qarl.process import allow_matrix_tiles
-from qarl.quant.scheme import Scheme
 from qarl.rollout.adapters import (
     AdapterReceiver,
     AdapterSpec,
@@ -38,6 +37,7 @@ from qarl.rollout.adapters import (
 from qarl.rollout.publish.manifest import NamedTensor, engines_manifest
 from qarl.rollout.remote.receive import WeightReceiver
 from qarl.rollout.remote.wire import BEGIN, read_record
+from qarl.schemes import from_quantization_config
 from qarl.verl.ask_servers import RESUME
 from qarl.verl.publish import (
     TIMEOUT_VARIABLE,
@@ -175,7 +175,7 @@ def _serve_adapters(vllm_config: Any) -> None:
     """Let this process's engine load adapters."""
     use_vllms_loader()  # verl's extension has replaced it by one that calls a method that vLLM 0.29 does not have
     quantization = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
-    scheme = Scheme.from_quantization_config(quantization).name if quantization else "bf16"
+    scheme = from_quantization_config(quantization).name if quantization else "bf16"
     config = vllm_config.lora_config
     _served.enter_context(
         servable(AdapterSpec(config.max_lora_rank, tuple(config.target_modules or ())), scheme)

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from qarl.kernels.registry import LINEAR_KERNELS, Choice
 from qarl.quant.linear import QuantLinear
-from qarl.quant.scheme import get_scheme
 from qarl.quant.state_dict import low_bit_layers
 from qarl.rollout.engine import RolloutBatch
+from qarl.schemes import get_scheme
 from qarl.trainer.batch import make_batch
 from qarl.trainer.policy import Policy
 

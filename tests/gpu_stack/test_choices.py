@@ -23,8 +23,8 @@ from qarl.kernels.base import ExpertsShape
 from qarl.kernels.cuda import vllm_linears
 from qarl.kernels.int4 import to_marlin
 from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel
-from qarl.quant.scheme import Scheme, get_scheme
 from qarl.rollout.chosen_kernel import chosen_kernel
+from qarl.schemes import Scheme, get_scheme
 
 required()
 

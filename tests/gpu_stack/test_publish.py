@@ -30,13 +30,13 @@ from random_moe import IGNORE, wire_tensors
 from same_bytes import same_bytes
 
 from qarl.quant.experts import stacked
-from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine_config import kernel_request
 from qarl.rollout.publish import graph_addresses, writers
 from qarl.rollout.publish.experts import holds_experts
 from qarl.rollout.publish.manifest import check_same_layers, expected_manifest
 from qarl.rollout.remote.receive import WeightReceiver
 from qarl.rollout.remote.wire import encode_publish
+from qarl.schemes import get_scheme
 
 required()
 

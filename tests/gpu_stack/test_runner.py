@@ -22,11 +22,11 @@ from gpu_lock_models import build, engine_config, load, process_groups, stand_in
 from random_models import save_random_model
 from random_moe import IGNORE, wire_tensors
 
-from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish import writers
 from qarl.rollout.publish.manifest import expected_manifest
 from qarl.rollout.remote.receive import WeightReceiver
 from qarl.rollout.remote.wire import encode_publish
+from qarl.schemes import get_scheme
 
 required()
 

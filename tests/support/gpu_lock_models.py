@@ -22,9 +22,9 @@ from torch import nn
 
 from qarl.process import configure_vllm_process
 from qarl.quant.meta_model import default_dtype_kept
-from qarl.quant.scheme import Scheme
 from qarl.rollout.engine_config import REQUEST_KEY
 from qarl.rollout.vllm_plugin import check_linears_loaded
+from qarl.schemes import Scheme
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from random_models import save_tokenizer
 from safetensors.torch import load_file, save_file
 
 from qarl.quant.quantize import quantize
-from qarl.quant.scheme import Scheme
+from qarl.schemes import Scheme
 
 IGNORE = ("lm_head", "re:.*mlp[.](shared_expert_)?gate$")
 EXPERTS, TOP_K, LAYERS, HIDDEN, WIDTH = 8, 2, 3, 128, 64

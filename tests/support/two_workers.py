@@ -19,7 +19,7 @@ from random_moe import IGNORE, near, save_checkpoint, wire_tensors
 
 from qarl.process import configure_vllm_process
 from qarl.quant.experts import stacked
-from qarl.quant.scheme import Scheme, get_scheme
+from qarl.schemes import Scheme, get_scheme
 
 PROMPTS = [[3 + i % 7, 5, 8 + i % 11, 4] for i in range(8)]
 

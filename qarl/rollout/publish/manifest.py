@@ -22,9 +22,10 @@ from qarl.errors import UserError
 from qarl.quant.convert import select_linears, tied_names
 from qarl.quant.experts import is_of_expert, is_stack, matrices
 from qarl.quant.meta_model import meta_model
-from qarl.quant.scheme import Scheme, get_scheme
+from qarl.quant.wire_specs import wire_specs
 from qarl.rollout.publish.checksum import nonfinite
 from qarl.rollout.publish.experts import quantized_experts
+from qarl.schemes import UNQUANTIZED, Scheme, from_quantization_config
 
 NamedTensor = tuple[str, torch.Tensor]
 WRAPPED = ".base_layer"
@@ -139,7 +140,7 @@ def expected_manifest(
         if is_stack(name, tensor.shape):
             matrix = next(matrices(name, tuple(tensor.shape))).name
             plain = {"weight": (tensor.dtype, tuple(tensor.shape[1:]))}
-            wire = scheme.wire_specs(*tensor.shape[1:]) if matrix in linears else plain
+            wire = wire_specs(scheme, *tensor.shape[1:]) if matrix in linears else plain
             specs = {
                 leaf: TensorSpec(dtype, (len(tensor), *shape))
                 for leaf, (dtype, shape) in wire.items()
@@ -148,7 +149,7 @@ def expected_manifest(
                 f"{name}.{leaf}": spec for leaf, spec in specs.items() if leaf != "weight_shape"
             }
         elif owner in linears and leaf == "weight":
-            for suffix, (dtype, shape) in scheme.wire_specs(*tensor.shape).items():
+            for suffix, (dtype, shape) in wire_specs(scheme, *tensor.shape).items():
                 manifest[f"{owner}.{suffix}"] = TensorSpec(dtype, shape)
         else:
             manifest[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
@@ -178,10 +179,10 @@ def engines_manifest(hf_config: Any, vllm_model: Any) -> Manifest:
         UserError: trainer and engine would quantize different layers.
     """
     quantization: Any = getattr(hf_config, "quantization_config", None)
-    scheme = get_scheme("bf16")
+    scheme = UNQUANTIZED
     ignore = []
     if quantization is not None:
-        scheme = Scheme.from_quantization_config(quantization)
+        scheme = from_quantization_config(quantization)
         ignore = list(quantization.get("ignore") or [])
     expected = expected_manifest(hf_config, scheme, ignore)
     check_same_layers(vllm_model, expected)

@@ -63,8 +63,9 @@ from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.cpu import vllm_linears
 from qarl.kernels.vllm_experts import CpuExperts, PreparedExperts
-from qarl.quant.scheme import QuantArgs, Scheme, get_scheme
+from qarl.quant.wire_specs import wire_specs
 from qarl.rollout.publish.experts import STORED
+from qarl.schemes import QuantArgs, Scheme, get_scheme
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -156,7 +157,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         sizes = ((2 * shape.intermediate, hidden_size), (hidden_size, shape.intermediate))
         kind = "group" if self.group_size else "channel"
         for stack, (rows, columns) in zip(STORED.values(), sizes, strict=True):
-            wire = self.scheme.wire_specs(rows, columns)
+            wire = wire_specs(self.scheme, rows, columns)
             for name in self.names:
                 dtype, size = wire[name]
                 parameter = nn.Parameter(

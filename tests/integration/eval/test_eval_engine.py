@@ -26,7 +26,7 @@ from qarl.data.prompts import load_prompts
 from qarl.data.rewards import arithmetic
 from qarl.lora.layers import Adapters
 from qarl.quant import packed_state_dict
-from qarl.quant.scheme import get_scheme
+from qarl.schemes import get_scheme
 
 pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
 BF16, FILE, PROMPTS = Path("models/tiny-qwen3"), "data/column_addition/test.parquet", 48

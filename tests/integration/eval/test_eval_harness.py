@@ -19,7 +19,7 @@ from datasets import load_dataset
 from qarl.__main__ import main
 from qarl.checkpoint.model_files import ModelFiles, linears_of, packed, read_tensors, write_model
 from qarl.eval.harness import sets_of
-from qarl.quant.scheme import get_scheme
+from qarl.schemes import get_scheme
 
 BF16 = Path("models/tiny-qwen3")
 needs_lm_eval = pytest.mark.skipif(

@@ -15,10 +15,10 @@ import torch
 from qarl.checks.machine import Machine
 from qarl.checks.registry import CHECKS
 from qarl.errors import UserError
-from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutEngine, SamplingConfig
 from qarl.rollout.engine_config import check_free_memory, llm_arguments
 from qarl.rollout.recovery import EngineRecovery
+from qarl.schemes import get_scheme
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ if not vllm_is_for_cpus():  # tests/gpu_stack/test_symbols.py does the same with
 from qarl import vllm_versions
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
-from qarl.quant.scheme import get_scheme
 from qarl.rollout.chosen_kernel import chosen_kernel
 from qarl.rollout.engine import EngineConfig, RolloutEngine
 from qarl.rollout.engine_config import llm_arguments
+from qarl.schemes import get_scheme
 
 pytestmark = pytest.mark.vllm
 configure_vllm_process()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from qarl.quant.scheme import get_scheme
+from qarl.schemes import get_scheme
 from qarl.trainer.policy import Policy
 from qarl.trl.log_probs import as_batch, log_probs_of_rows
 

@@ -21,7 +21,7 @@ from qarl.config.actor import LOSSES, RolloutCorrectionConfig
 from qarl.errors import UserError
 from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.objectives.settings import objective_settings
-from qarl.quant.scheme import SCHEMES
+from qarl.schemes import scheme_names
 from qarl.tbpo import TBPOConfig
 from qarl.verl.config import verl_keys
 from qarl.verl.config_classes import CheckBeforeRay, actor_settings, tbpo_config
@@ -38,7 +38,7 @@ def flat(node: dict, prefix: str = "") -> dict[str, object]:
     return leaves
 
 
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "w4a8"])
+@pytest.mark.parametrize("scheme", [name for name in scheme_names() if name != "w4a8"])
 def test_hydra_groups_say_what_the_mapping_says(scheme):
     """The groups that a verl user names on verl's own command line."""
     group = composed(f"+qarl={scheme}", "+qarl_machine=cpu", "trainer.n_gpus_per_node=1")
@@ -110,7 +110,7 @@ def test_on_gpus_the_group_gives_the_engine_what_the_level_needs():
     assert quant.quant.enforce_eager is True
 
 
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "w4a8"])
+@pytest.mark.parametrize("scheme", [name for name in scheme_names() if name != "w4a8"])
 def test_the_machine_may_be_named_before_or_after_the_scheme(scheme):
     machine, others = "+qarl_machine=cpu", (f"+qarl={scheme}", "+qarl_loss=grpo")
     orders = [

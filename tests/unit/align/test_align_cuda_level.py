@@ -195,8 +195,8 @@ def test_where_the_level_is_built(
 def test_vllm_takes_the_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.config import AttentionConfig, CompilationConfig, CompilationMode
 
-    from qarl.quant.scheme import get_scheme
     from qarl.rollout.engine_config import EngineConfig, llm_arguments
+    from qarl.schemes import get_scheme
 
     engine_arguments = layer_ops.ENGINE_ARGUMENTS
     compilation = CompilationConfig(**engine_arguments["compilation_config"])
@@ -223,8 +223,8 @@ def test_the_engine_follows_the_level_that_applies(
 ) -> None:
     """With experts, or on another GPU than Hopper, one split would only cost speed. The config asks for `model`."""
     from qarl.config import load_config
-    from qarl.quant.scheme import get_scheme
     from qarl.rollout.engine_config import EngineConfig, llm_arguments
+    from qarl.schemes import get_scheme
     from qarl.trainer import local
     from qarl.trainer.prepare import RunParts
 

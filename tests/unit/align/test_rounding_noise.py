@@ -16,7 +16,7 @@ from qarl.kernels.cpu import bf16_linear
 from qarl.lora.layers import Adapters
 from qarl.metrics.mismatch_limit import noise_limit, times_noise
 from qarl.quant.convert import published_forward, quantize_model
-from qarl.quant.scheme import get_scheme
+from qarl.schemes import get_scheme
 
 TOKENS = torch.randint(1, 64, (4, 32), generator=torch.Generator().manual_seed(0))
 SCHEME = get_scheme("w4a16", group_size=32)

@@ -26,9 +26,8 @@ from benchmarks.proofs.shard_costs import (
 from qarl.bench import roofline
 from qarl.bench.model import find_model
 from qarl.checks.model_size import ModelSize
-from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.kernels.triton.quantize import dequantize_rows
-from qarl.quant.scheme import get_scheme
+from qarl.schemes import engine_scheme_names, get_scheme
 
 SIZE = ModelSize(layers=2, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=100, experts=8,
                  experts_per_token=2, moe_intermediate=128, sparse_layers=(0, 1))  # fmt: skip
@@ -110,7 +109,7 @@ def test_dense_products_need_little_more_than_their_operands():
         assert 1 <= phase.counts.moved / phase.least < 1.2 and not phase.counts.syncs
 
 
-@pytest.mark.parametrize("scheme", ROLLOUT_SCHEMES)
+@pytest.mark.parametrize("scheme", engine_scheme_names())
 def test_a_publish_costs_as_much_with_any_number_of_experts(scheme):
     """Qwen3-30B-A3B. The host reads once, at the end of a publish. W4A16 stacks are permuted in nine passes."""
     size = find_model("Qwen3-30B-A3B").size
@@ -123,7 +122,7 @@ def test_a_publish_costs_as_much_with_any_number_of_experts(scheme):
         assert many.counts.moved / many.least < (4 if permuted else 1.1)
 
 
-@pytest.mark.parametrize("scheme", ROLLOUT_SCHEMES)
+@pytest.mark.parametrize("scheme", engine_scheme_names())
 @pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "Qwen3-8B", "Qwen2.5-Math-7B"])
 def test_the_plan_has_formulas_of_the_counts(model: str, scheme: str) -> None:
     size = find_model(model).size

@@ -24,7 +24,7 @@ from qarl.config import Config, load_config
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant import convert
-from qarl.quant.scheme import get_scheme
+from qarl.schemes import get_scheme
 
 
 @needs_vllm_cpu

@@ -37,7 +37,8 @@ from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.lora.layers import target_linears
 from qarl.process import vllm_without_device
 from qarl.quant.quantize import quantize
-from qarl.quant.scheme import SCHEMES, get_scheme
+from qarl.quant.wire_specs import wire_specs
+from qarl.schemes import get_scheme, scheme_names
 from qarl.trainer.master_optimizer import MasterOptimizer
 
 MODELS = sorted((ROOT / "qarl" / "bench" / "models").glob("*/config.json"))
@@ -84,10 +85,10 @@ def test_public_models_are_counted_as_transformers_counts_them(path: Path) -> No
     )
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", scheme_names())
 def test_bytes_on_the_wire_are_the_schemes(scheme: str) -> None:
     for n, k in ((64, 96), (40, 128)):
-        tensors = get_scheme(scheme, group_size=32).wire_specs(n, k)
+        tensors = wire_specs(get_scheme(scheme, group_size=32), n, k)
         real = sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in tensors.values())
         assert wire_bytes(scheme, 32, (n, k)) == real
 

@@ -22,8 +22,8 @@ from qarl.kernels.log_probs import (
     log_probs_of_logits,
     rows_at_a_time,
 )
-from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine import RolloutBatch
+from qarl.schemes import get_scheme
 from qarl.trainer import policy as policy_module
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.policy import Policy

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from compressed_tensors.compressors import unpack_from_int32
 
-from qarl.config.quant import KERNELS, SCHEMES
+from qarl.config.quant import KERNELS
 from qarl.errors import UserError
 from qarl.kernels.cpu.torch_linears import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.registry import OWN_KERNELS, choose_linear_kernel, kernels_of
 from qarl.quant import get_scheme, quantize
+from qarl.schemes import scheme_names
 
 CPU = torch.device("cpu")
 needs_int8 = pytest.mark.skipif(
@@ -83,7 +84,7 @@ def test_the_dequantized_weight_is_compressed_tensors(n: int, k: int, group: int
 ON_A_CPU = {("qarl", "w4a8"): "qarl_cpu_w4a8", ("dequantized", "w4a16"): "dequantized"}
 
 
-@pytest.mark.parametrize(("kernels", "scheme"), [*itertools.product(KERNELS, SCHEMES)])
+@pytest.mark.parametrize(("kernels", "scheme"), [*itertools.product(KERNELS, scheme_names())])
 def test_every_table_has_a_kernel_or_a_reason(
     kernels: str, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,6 @@ from qarl.errors import UserError
 from qarl.kernels.registry import BF16_KERNELS, EXPERTS_KERNELS
 from qarl.quant import (
     QuantExperts,
-    Scheme,
     get_scheme,
     invalidate_quantized,
     packed_state_dict,
@@ -28,6 +27,7 @@ from qarl.quant import (
 )
 from qarl.quant.convert import linear_shapes, select_linears
 from qarl.quant.experts import STACKS, ExpertsInOneCopy, unstacked, unstacked_shapes
+from qarl.schemes import UNQUANTIZED
 
 LOW_BIT = ("w4a16", "w8a8", "fp8")
 KERNELS = [*((s, k.name) for s, kernels in EXPERTS_KERNELS.items() for k in kernels)] + [
@@ -275,7 +275,7 @@ def test_bf16_is_published_under_the_names_that_save_pretrained_writes(folder: A
     from safetensors.torch import load_file
 
     saved, model = load_file(folder / "model.safetensors"), load(folder)
-    for published in (packed_state_dict(model), packed_state_dict(model, scheme=Scheme("bf16"))):
+    for published in (packed_state_dict(model), packed_state_dict(model, scheme=UNQUANTIZED)):
         tensors = dict(published)
         assert tensors.keys() == saved.keys()
         assert all(torch.equal(tensor, saved[name]) for name, tensor in tensors.items())

@@ -16,7 +16,8 @@ from torch import Tensor
 from qarl.errors import UserError
 from qarl.kernels.int4 import unpack_int4
 from qarl.quant.quantize import quantize
-from qarl.quant.scheme import QuantArgs, get_scheme
+from qarl.quant.wire_specs import wire_specs
+from qarl.schemes import QuantArgs, get_scheme
 
 quantize_module: Any = importlib.import_module(
     "qarl.quant.quantize"
@@ -216,7 +217,7 @@ def test_wire_names_dtypes_and_shapes(name: str) -> None:
             "weight_shape": (torch.int64, (2,)),
         }
         assert quantized.tensors["weight_shape"].tolist() == [17, 256]
-    assert formats == scheme.wire_specs(17, 256)
+    assert formats == wire_specs(scheme, 17, 256)
     assert [full for full, _ in quantized.named("layers.0.up_proj")] == [
         f"layers.0.up_proj.{leaf}" for leaf in formats
     ]

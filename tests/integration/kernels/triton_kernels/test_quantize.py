@@ -19,7 +19,7 @@ from qarl.kernels.triton.quantize import (
     quantize_tokens,
 )
 from qarl.quant.quantize import quantize
-from qarl.quant.scheme import get_scheme
+from qarl.schemes import get_scheme
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 SCHEMES = ("w4a16", "w8a8", "fp8")

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from qarl.errors import UserError
 from qarl.quant import get_scheme, packed_state_dict
-from qarl.quant.scheme import SCHEMES
 from qarl.rollout.publish.manifest import (
     PublishReport,
     check_complete,
@@ -21,8 +20,9 @@ from qarl.rollout.publish.manifest import (
     expected_manifest,
     not_finite,
 )
+from qarl.schemes import scheme_names
 
-LOW_BIT = [name for name in SCHEMES if name != "bf16"]
+LOW_BIT = [name for name in scheme_names() if name != "bf16"]
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +37,14 @@ def tensors_and_manifest(model, name):
     return tensors, expected_manifest(model.config, scheme, ("lm_head",))
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", scheme_names())
 def test_packed_state_dict_is_complete_for_a_model_with_biases_and_tied_embeddings(model, name):
     tensors, expected = tensors_and_manifest(model, name)
     assert any(tensor_name.endswith("q_proj.bias") for tensor_name, _ in tensors)
     check_complete(tensors, expected)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", scheme_names())
 def test_report_counts_the_bytes_of_quantized_weights_alone(model, name):
     report = PublishReport.of(*tensors_and_manifest(model, name), 3, {})
     linears = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]

@@ -13,7 +13,7 @@ from compressed_tensors.utils import match_name
 
 from qarl.config.ignored_layers import is_ignored, resolve_ignored
 from qarl.errors import UserError
-from qarl.quant.scheme import Scheme, get_scheme
+from qarl.schemes import from_quantization_config, get_scheme
 
 PRESETS = {
     "w4a16": ("W4A16", "pack-quantized"),
@@ -44,9 +44,9 @@ def test_quantization_config_survives_json_and_comes_back(name: str, group_size:
     scheme = get_scheme(name, group_size)
     assert (scheme.name, scheme.group_size) == (name, group_size if name.startswith("w4") else None)
     written = json.loads(json.dumps(scheme.quantization_config(["lm_head", "re:.*gate$"])))
-    assert Scheme.from_quantization_config(written) == scheme
+    assert from_quantization_config(written) == scheme
     full_dump = QuantizationConfig.model_validate(written).model_dump(mode="json")
-    assert Scheme.from_quantization_config(full_dump) == scheme
+    assert from_quantization_config(full_dump) == scheme
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_bf16_is_not_quantized_and_what_no_scheme_has_is_refused() -> None:
 def test_other_checkpoints_are_refused(change: dict[str, Any], message: str) -> None:
     config = get_scheme("w4a16").quantization_config(["lm_head"]) | change
     with pytest.raises(UserError, match=message):
-        Scheme.from_quantization_config(config)
+        from_quantization_config(config)
 
 
 LEAVES = (

@@ -1,0 +1,42 @@
+"""Quantization schemes: low-bit operands, number formats, compressed-tensors configs, and what each scheme asks for.
+
+    w4a16   int4 weights in groups along K                    pack-quantized
+    w4a8    the same weights, and int8 activations            pack-quantized
+    w8a8    int8 weights and activations                      int-quantized
+    fp8     float8_e4m3fn weights and activations             float-quantized
+
+8-bit weights have one scale per output channel. 8-bit activations have one scale per token, computed in the forward.
+All schemes are symmetric. Each has a file in this package, which is imported because it is there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from qarl.schemes.base import QuantArgs, Scheme, WireSpec
+from qarl.schemes.bf16 import UNQUANTIZED
+from qarl.schemes.checkpoint_config import from_quantization_config
+from qarl.schemes.registry import (
+    engine_scheme_names,
+    get_scheme,
+    register,
+    scheme_names,
+    unregister,
+)
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
+
+__all__ = [
+    "UNQUANTIZED",
+    "QuantArgs",
+    "Scheme",
+    "WireSpec",
+    "engine_scheme_names",
+    "from_quantization_config",
+    "get_scheme",
+    "register",
+    "scheme_names",
+    "unregister",
+]

@@ -22,8 +22,12 @@ from typing import Any
 
 import torch
 
-NGRAM, TAIL, FEWEST_NGRAMS = 6, 256, 10
-"""Tokens per n-gram, tokens searched at the end of a response, and the smallest number of n-grams that is judged."""
+NGRAM = 6
+"""Tokens per n-gram."""
+TAIL = 256
+"""Tokens searched at the end of a response."""
+FEWEST_NGRAMS = 10
+"""The smallest number of n-grams that is judged."""
 WINDOW = 8
 """Consecutive tokens whose mean log-prob is taken."""
 REPETITIVE = 0.5
@@ -35,7 +39,10 @@ def garbled_limit(vocabulary: int | None) -> float:
     """Return the limit below which a mean log-prob of `WINDOW` tokens counts as garbled, in nats.
 
     `vocabulary`: number of tokens in the vocabulary, or None if it is not known."""
-    return UNLIKELY if vocabulary is None else max(UNLIKELY, -0.7 * math.log(max(vocabulary, 2)))
+    if vocabulary is None:
+        return UNLIKELY
+    uniform = -math.log(max(vocabulary, 2))
+    return max(UNLIKELY, 0.7 * uniform)
 
 
 def repetition(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -47,8 +54,10 @@ def repetition(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
     # n-grams are compared by a hash modulo 2^64, a sum of products with fixed odd numbers.
     generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, (NGRAM,), generator=generator) * 2 + 1
-    grams = ((ends + 1).unfold(1, NGRAM, 1) * factors.to(tokens.device)).sum(-1)
+    halves = torch.randint(-(2**62), 2**62, (NGRAM,), generator=generator)
+    factors = (halves * 2 + 1).to(tokens.device)
+    windows = (ends + 1).unfold(1, NGRAM, 1)
+    grams = (windows * factors).sum(-1)
     whole = known.unfold(1, NGRAM, 1).all(-1)
     # All incomplete n-grams get the same value, so they add at most one distinct value.
     nothing = torch.iinfo(torch.int64).min
@@ -57,18 +66,21 @@ def repetition(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     distinct = (new & (ordered != nothing)).sum(1)
     count = whole.sum(1)
-    return torch.where(count >= FEWEST_NGRAMS, 1 - distinct.double() / count.clamp(min=1), 0.0)
+    repeated = 1 - distinct.double() / count.clamp(min=1)
+    return torch.where(count >= FEWEST_NGRAMS, repeated, 0.0)
 
 
 def least_likely_run(log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the smallest mean log-prob of `WINDOW` consecutive tokens of each response: FP64 [B].
 
     A response with fewer tokens gives 0. log_prob: [B, T]; values where the mask is false are ignored."""
-    values, known = _packed(log_prob.detach().double().masked_fill(~mask, 0.0), mask)
+    valid = log_prob.detach().double().masked_fill(~mask, 0.0)
+    values, known = _packed(valid, mask)
     if values.shape[1] < WINDOW:
         return torch.zeros(len(values), dtype=torch.float64, device=values.device)
     means = values.unfold(1, WINDOW, 1).mean(-1)
-    return means.masked_fill(~known.unfold(1, WINDOW, 1).all(-1), 0.0).amin(1)
+    whole = known.unfold(1, WINDOW, 1).all(-1)
+    return means.masked_fill(~whole, 0.0).amin(1)
 
 
 def text_statistics(
@@ -86,14 +98,20 @@ def text_statistics(
     mask = response_mask != 0
     present = mask.any(1)
     if advantages.dim() == 2:
-        advantages = advantages.gather(1, mask.int().argmax(1, keepdim=True)).squeeze(1)
+        first = mask.int().argmax(1, keepdim=True)
+        advantages = advantages.gather(1, first).squeeze(1)
     repeats = repetition(tokens, mask)
     repetitive = repeats >= REPETITIVE
     garbled = least_likely_run(rollout_log_prob, mask) < garbled_limit(vocabulary)
-    groups = {"all": present, "pos": present & (advantages > 0), "neg": present & (advantages < 0)}
+    groups = {
+        "all": present,
+        "pos": present & (advantages > 0),
+        "neg": present & (advantages < 0),
+    }
+    sampled = rollout_log_prob.detach().double()
     sums = {
         "sum/text/tokens": mask.sum(),
-        "sum/text/surprise": -torch.where(mask, rollout_log_prob.detach().double(), 0.0).sum(),
+        "sum/text/surprise": -torch.where(mask, sampled, 0.0).sum(),
     }
     for name, rows in groups.items():
         sums[f"sum/text/{name}"] = rows.sum()
@@ -117,19 +135,20 @@ def text_metrics(statistics: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """
     total: Counter[str] = Counter()
     for sums in statistics:
-        total.update(
-            {
-                key.removeprefix("sum/text/"): sums[key]
-                for key in sums
-                if key.startswith("sum/text/")
-            }
-        )
+        for key, value in sums.items():
+            if key.startswith("sum/text/"):
+                total[key.removeprefix("sum/text/")] += value
     metrics = {}
     for group, prefix in (("all", ""), ("pos", "pos_"), ("neg", "neg_")):
-        if count := total.get(group):
-            metrics[f"error_tokens/{prefix}repetition"] = total[f"{group}_repetition"] / count
-            metrics[f"error_tokens/{prefix}repetitive_frac"] = total[f"{group}_repetitive"] / count
-            metrics[f"error_tokens/{prefix}garbled_frac"] = total[f"{group}_garbled"] / count
+        count = total.get(group)
+        if not count:
+            continue
+        for name, counted in (
+            ("repetition", "repetition"),
+            ("repetitive_frac", "repetitive"),
+            ("garbled_frac", "garbled"),
+        ):
+            metrics[f"error_tokens/{prefix}{name}"] = total[f"{group}_{counted}"] / count
     if tokens := total.get("tokens"):
         metrics["rollout/entropy"] = total["surprise"] / tokens
     return metrics
@@ -146,5 +165,6 @@ def _tails(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torc
     packed, known = _packed(values, mask)
     lengths = known.sum(1, keepdim=True)
     width = min(TAIL, values.shape[1])
-    places = (lengths - width).clamp(min=0) + torch.arange(width, device=values.device)
-    return packed.gather(1, places), places < lengths
+    start = (lengths - width).clamp(min=0)
+    positions = start + torch.arange(width, device=values.device)
+    return packed.gather(1, positions), positions < lengths

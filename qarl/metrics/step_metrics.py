@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +30,9 @@ ROLLOUT_IS_THRESHOLD = 2.0
 
 _PIECE = 1 << 20
 """Tokens that are computed together, so that FP64 intermediates stay small."""
-_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+_ORDER = {"max": 1.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+_HALF = 1 << 16
+"""Values of the upper, and of the lower, half of a number's 32 bits."""
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Returns the sum of a tensor over all ranks, element by element."""
@@ -54,9 +57,9 @@ def mismatch_metrics(
     All three arguments are [batch, response_length]. The mask is bool or 0/1. Values outside the mask are ignored.
     """
     mask = response_mask.bool()
-    return token_mismatch(
-        old_log_prob.detach()[mask], rollout_log_prob.detach()[mask], mask.sum(-1)
-    )
+    old = old_log_prob.detach()[mask]
+    rollout = rollout_log_prob.detach()[mask]
+    return token_mismatch(old, rollout, lengths=mask.sum(-1))
 
 
 @torch.no_grad()
@@ -74,57 +77,79 @@ def token_mismatch(
     old = old.float()
     rollout = rollout.float()
     delta = old - rollout
-    filled = lengths > 0
     pieces = list(zip(old.split(_PIECE), rollout.split(_PIECE), strict=True))
-    lengths = lengths[filled]
-    sums_of_responses = (
-        torch.segment_reduce(delta.double(), "sum", lengths=lengths)
-        if len(lengths)
-        else lengths.double()
-    )
-    mean_delta = sums_of_responses / lengths
-    mine = torch.stack([filled.sum().double(), lengths.sum().double(), (-mean_delta).exp().sum()])
-    totals = reduce(
-        torch.cat(
-            (mine, torch.stack([_sums(*piece) for piece in pieces]).sum(0), _histogram(mean_delta))
-        )
-    )
+    lengths = lengths[lengths > 0]
+    mean_delta = _mean_delta(delta, lengths)
+    perplexities = (-mean_delta).exp().sum()
+    responses = lengths.new_tensor(len(lengths), dtype=torch.float64)
+    of_responses = torch.stack([responses, lengths.sum().double(), perplexities])
+    of_tokens = torch.stack([_sums(*piece) for piece in pieces]).sum(0)
+    totals = reduce(torch.cat((of_responses, of_tokens, _histogram(mean_delta))))
     responses, tokens, perplexities, *sums = totals[: -len(W_BINS)].tolist()
     if not tokens:
         return {}
-    histogram = (totals[-len(W_BINS) :] / responses).tolist()
-    magnitude, surprise, k3, weight, weight_squares, mean, other_mean = (
-        total / tokens for total in sums
-    )
-    spreads = torch.stack([_spread(*piece, mean, other_mean) for piece in pieces])
-    together, own, other = reduce(spreads.sum(0)).tolist()
+    means = _TokenMeans(*(total / tokens for total in sums))
+    probabilities = (means.old_probability, means.rollout_probability)
+    spreads = [_spread(*piece, *probabilities) for piece in pieces]
+    covariance, variance, rollout_variance = reduce(torch.stack(spreads).sum(0)).tolist()
+    product = variance * rollout_variance
     values = {
-        "abs_mean": magnitude,
+        "abs_mean": means.magnitude,
         **_order_statistics(delta.abs(), int(tokens), reduce),
-        "k1": surprise,
-        "k3": k3,
-        "ess": weight * weight / weight_squares,
+        "k1": means.surprise,
+        "k3": means.k3,
+        "ess": means.weight * means.weight / means.weight_square,
         "ppl_ratio": perplexities / responses,
-        "pearson": together / math.sqrt(own * other) if own * other > 0 else math.nan,
+        "pearson": covariance / math.sqrt(product) if product > 0 else math.nan,
     }
-    return {f"mismatch/{name}": value for name, value in values.items()} | dict(
-        zip(W_BINS, histogram, strict=True)
-    )
+    metrics = {f"mismatch/{name}": value for name, value in values.items()}
+    shares = (totals[-len(W_BINS) :] / responses).tolist()
+    return metrics | dict(zip(W_BINS, shares, strict=True))
+
+
+class _TokenMeans(NamedTuple):
+    """Means over tokens, in the order of `_sums`."""
+
+    magnitude: float
+    surprise: float
+    k3: float
+    weight: float
+    weight_square: float
+    old_probability: float
+    rollout_probability: float
+
+
+def _mean_delta(delta: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the mean δ of each response, FP64. `lengths`: of the responses, all positive."""
+    if not len(lengths):
+        return lengths.double()
+    sums = torch.segment_reduce(delta.double(), "sum", lengths=lengths)
+    return sums / lengths
 
 
 def _histogram(mean_delta: torch.Tensor) -> torch.Tensor:
     """Return the number of responses in each bin of `W_BINS`, FP64. NaN is in none. `mean_delta`: log w of each."""
     w = mean_delta.exp()
-    edges = torch.tensor([-math.inf, *W_BINS.values()], dtype=torch.float64, device=w.device)
-    return (w[:, None] <= edges).sum(0).diff().double()
+    bounds = [-math.inf, *W_BINS.values()]
+    edges = torch.tensor(bounds, dtype=torch.float64, device=w.device)
+    below = (w[:, None] <= edges).sum(0)
+    return below.diff().double()
 
 
 def _sums(old: torch.Tensor, rollout: torch.Tensor) -> torch.Tensor:
     """Return the sums over tokens, FP64 [7]: |δ|, -δ, exp(δ) - δ - 1, weight, its square, both probabilities."""
     delta = (old - rollout).double()
-    weights = delta.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp().clamp(max=ROLLOUT_IS_THRESHOLD)
-    probabilities = (old.double().exp(), rollout.double().exp())
-    values = (delta.abs(), -delta, delta.expm1() - delta, weights, weights.square(), *probabilities)
+    ratios = delta.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+    weights = ratios.clamp(max=ROLLOUT_IS_THRESHOLD)
+    values = (
+        delta.abs(),
+        -delta,
+        delta.expm1() - delta,
+        weights,
+        weights.square(),
+        old.double().exp(),
+        rollout.double().exp(),
+    )
     return torch.stack([value.sum() for value in values])
 
 
@@ -134,7 +159,8 @@ def _spread(
     """Return sums over tokens, FP64 [3]: the product and squares of both probabilities' deviations from their means."""
     a = old.double().exp() - mean
     b = rollout.double().exp() - other_mean
-    return torch.stack([(a * b).sum(), a.square().sum(), b.square().sum()])
+    products = (a * b, a.square(), b.square())
+    return torch.stack([product.sum() for product in products])
 
 
 def _order_statistics(magnitude: torch.Tensor, tokens: int, reduce: Reduce) -> dict[str, float]:
@@ -145,32 +171,37 @@ def _order_statistics(magnitude: torch.Tensor, tokens: int, reduce: Reduce) -> d
     Between two numbers a quantile is linear, as in NumPy.
     """
     bits = magnitude.contiguous().view(torch.int32)
-    places = {name: share * (tokens - 1) for name, share in (("max", 1.0), *_QUANTILES.items())}
-    wanted = sorted(
-        {bound for place in places.values() for bound in (math.floor(place), math.ceil(place))}
-    )
+    positions = {name: share * (tokens - 1) for name, share in _ORDER.items()}
+    bounds = [round_to(at) for at in positions.values() for round_to in (math.floor, math.ceil)]
+    numbers = _numbers_at(sorted(set(bounds)), bits, reduce)
+    if math.isnan(numbers[tokens - 1]):  # as in NumPy, a NaN makes all of them NaN
+        return {f"abs_{name}": math.nan for name in positions}
+    statistics = {}
+    for name, position in positions.items():
+        below = numbers[math.floor(position)]
+        above = numbers[math.ceil(position)]
+        statistics[f"abs_{name}"] = below + (position % 1) * (above - below)
+    return statistics
+
+
+def _numbers_at(positions: list[int], bits: torch.Tensor, reduce: Reduce) -> dict[int, float]:
+    """Return the numbers at `positions` of the sorted order of all ranks. `bits`: this rank's numbers as int32."""
     upper = bits >> 16
-    ends = reduce(torch.bincount(upper, minlength=1 << 16)).cumsum(0)
-    at = torch.tensor(wanted, device=ends.device)
+    ends = reduce(torch.bincount(upper, minlength=_HALF)).cumsum(0)
+    at = torch.tensor(positions, device=ends.device)
     bins = torch.searchsorted(ends, at, right=True)
     before = torch.where(bins > 0, ends[(bins - 1).clamp(min=0)], 0)
-    rest = (at - before).tolist()
-    counts = torch.stack(
-        [torch.bincount(bits[upper == high] & 0xFFFF, minlength=1 << 16) for high in bins.tolist()]
-    )
+    within = (at - before).tolist()
+    highs = bins.tolist()
+    lower_halves = [bits[upper == high] & (_HALF - 1) for high in highs]
+    counts = torch.stack([torch.bincount(lower, minlength=_HALF) for lower in lower_halves])
+    ends_in_bins = reduce(counts).cumsum(1)
     numbers = {}
-    for place, high, row, within in zip(wanted, bins.tolist(), reduce(counts), rest, strict=True):
-        low = int(torch.searchsorted(row.cumsum(0), within, right=True))
-        numbers[place] = float(
-            torch.tensor(high << 16 | low, dtype=torch.int32).view(torch.float32)
-        )
-    if math.isnan(numbers[tokens - 1]):  # as in NumPy, a NaN makes all of them NaN
-        return {f"abs_{name}": math.nan for name in places}
-    return {
-        f"abs_{name}": numbers[math.floor(place)]
-        + (place % 1) * (numbers[math.ceil(place)] - numbers[math.floor(place)])
-        for name, place in places.items()
-    }
+    for i, position in enumerate(positions):
+        low = int(torch.searchsorted(ends_in_bins[i], within[i], right=True))
+        number = torch.tensor(highs[i] << 16 | low, dtype=torch.int32)
+        numbers[position] = float(number.view(torch.float32))
+    return numbers
 
 
 def response_metrics(
@@ -188,23 +219,21 @@ def response_metrics(
     length = np.asarray(response_lengths, dtype=np.float64)
     score = np.asarray(scores, dtype=np.float64)
     present = score[length > 0]
+    truncated = [reason == "length" for reason in finish_reasons]
     return {
         **_mean_max_min("critic/score", present),
-        "critic/score/std": float(present.std()) if present.size else float("nan"),
+        "critic/score/std": float(present.std()) if present.size else math.nan,
         **_mean_max_min("response_length", length),
-        "response_length/clip_ratio": float(
-            np.mean([reason == "length" for reason in finish_reasons])
-        ),
+        "response_length/clip_ratio": float(np.mean(truncated)),
         "response/aborted_ratio": float((length == 0).mean()),
     }
 
 
 def _mean_max_min(name: str, values: np.ndarray) -> dict[str, float]:
-    statistics = {
-        kind: getattr(values, kind)() if values.size else math.nan
-        for kind in ("mean", "max", "min")
-    }
-    return {f"{name}/{kind}": float(value) for kind, value in statistics.items()}
+    kinds = ("mean", "max", "min")
+    if not values.size:
+        return {f"{name}/{kind}": math.nan for kind in kinds}
+    return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in kinds}
 
 
 class PhaseTimer:

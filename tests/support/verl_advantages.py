@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+KL_FACTOR = 0.1
+"""Of the KL term in the rewards, with `use_kl_in_reward`."""
+
 
 def advantages_in_verl(
     config: Any, rows: dict[str, dict[str, Any]], padding: tuple[str, ...] = (), **keys: Any
@@ -15,6 +18,7 @@ def advantages_in_verl(
     has added. `keys`: of verl's section `algorithm`, in addition to those that `config` gives."""
     from omegaconf import OmegaConf
     from transfer_queue import KVBatchMeta
+    from verl.trainer.ppo.core_algos import FixedKLController
     from verl.trainer.ppo.v1 import get_trainer_cls
     from verl_old_log_probs import KeyedStore
 
@@ -31,6 +35,7 @@ def advantages_in_verl(
     resolved.actor_rollout_ref = {"rollout": {"n": config.rollout.n}}
     trainer: Any = object.__new__(get_trainer_cls("qarl_sync"))
     trainer.config = resolved
+    trainer.kl_ctrl_in_reward = FixedKLController(KL_FACTOR)
     names = list(rows)
     columns = {
         column: [row[column] for row in rows.values()] for column in next(iter(rows.values()))

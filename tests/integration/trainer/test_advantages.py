@@ -11,6 +11,7 @@ import torch
 from objective_cases import run_config
 from verl_advantages import advantages_in_verl
 
+from qarl.objectives.verl_functions import outcome_advantages
 from qarl.trainer.advantages import equal_rewards, grpo_advantages, step_advantages
 
 CHOICES = ("grpo", "rloo", "dr_grpo", "reinforce")
@@ -157,6 +158,21 @@ def test_an_empty_response_has_no_whitened_advantage() -> None:
     torch.testing.assert_close(advantages.double(), expected, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.verl
+@pytest.mark.parametrize("empty", [0.7, 0.2])
+def test_an_empty_response_does_not_make_equal_rewards_differ(empty: float) -> None:
+    config = run_config("reinforce", {})
+    advantages = step_advantages(config, torch.tensor([0.7, empty, 0.7, 0.7]), [2, 0, 3, 3])
+    assert advantages.tolist() == [0.0] * 4
+    noise = outcome_advantages(
+        "reinforce_plus_plus",
+        torch.tensor([0.7, empty, 0.7, 0.7]),
+        [0, 0, 1, 1],
+        torch.tensor([2, 0, 3, 3]),
+    )
+    assert noise.any()  # the noise that would be trained on
+
+
 def in_verl(
     rows: list[tuple[str, float, int]], padding: tuple[str, ...] = (), **keys: Any
 ) -> list[list[float]]:
@@ -195,12 +211,30 @@ def test_whitened_rewards_without_and_with_a_discount(keys: dict[str, Any], is_z
 
 @pytest.mark.verl
 def test_rewards_with_a_kl_term_differ() -> None:
-    """Equal scores, but a KL term in the rewards, which verl subtracts token by token."""
-    rewards = torch.tensor([0.7, 0.7])
-    assert equal_rewards(rewards, [0, 0], baseline="group", filled=rewards > 0).all()
-    assert not equal_rewards(
-        rewards - torch.tensor([0.0, 1e-3]), [0, 0], baseline="group", filled=rewards > 0
-    ).any()
+    """Both scores are 0.7. A KL of 0.5 nats, times `KL_FACTOR`, leaves the second response 0.65."""
+    rows = {
+        f"0_{i}_0": {
+            "uid": "0",
+            "response_mask": torch.ones(1, dtype=torch.int64),
+            "rm_scores": torch.tensor([0.7]),
+            "old_log_probs": torch.tensor([-1.0]),
+            "ref_log_prob": torch.tensor([-1.0 - kl]),
+        }
+        for i, kl in enumerate((0.0, 0.5))
+    }
+    keys = {"use_kl_in_reward": True, "kl_penalty": "kl"}
+    first, second = advantages_in_verl(config_of("grpo", "verl", n=2), rows, **keys)
+    assert [float(first), float(second)] == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-3)
+
+
+@pytest.mark.verl
+def test_the_last_of_eleven_outputs_is_the_tenth_and_not_the_ninth() -> None:
+    """Numbers of outputs are not compared as text. Only outputs 9 have equal rewards."""
+    sessions = [("0_0", 0.7, 0.2), ("0_1", 0.7, 0.4), ("0_2", 0.7, 0.6)]
+    rows = [(f"{name}_{i}", ninth, 1) for name, ninth, _ in sessions for i in range(10)]
+    rows += [(f"{name}_10", last, 1) for name, _, last in sessions]
+    *_, first, second, third = in_verl(rows)
+    assert [first[0], second[0], third[0]] == pytest.approx([-1.0, 0.0, 1.0], abs=1e-4)
 
 
 @pytest.mark.parametrize("baseline", ["group", "batch", None])

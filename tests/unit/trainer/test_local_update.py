@@ -58,8 +58,10 @@ def everything(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def test_a_mini_batch_is_divided_by_its_own_responses(tmp_path, monkeypatch):
-    """Responses of 3 and 2 tokens, then of 1 and 2: not by those of the whole batch, or of a micro-batch."""
+    """Responses of 3 and 2 tokens, then of 1 and none: not by those of the whole batch, or of a micro-batch. An empty
+    response does not count."""
     trainer, batch = small_trainer(tmp_path, "fp32"), four_responses()
+    batch.response_mask[3] = False
     trainer.config = with_keys(trainer.config, {"actor.ppo_micro_batch_size_per_gpu": 1})
     wholes = []
     loss = trainer.loss
@@ -69,7 +71,7 @@ def test_a_mini_batch_is_divided_by_its_own_responses(tmp_path, monkeypatch):
     old = torch.full_like(batch.rollout_log_probs, -4.0)
     for start in (0, 2):
         trainer.backward(batch, old, start, start + 2)
-    assert wholes == [{"responses": 2, "tokens": 5}] * 2 + [{"responses": 2, "tokens": 3}] * 2
+    assert wholes == [{"responses": 2, "tokens": 5}] * 2 + [{"responses": 1, "tokens": 1}] * 2
 
 
 def test_the_kl_term_is_multiplied_by_its_factor(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from engine_helpers import config
 from idle_trainer import Trainer
 
 from qarl.checkpoint.resumable import open_checkpoint
+from qarl.diagnose.diagnosis import with_keys
 from qarl.metrics.tracker import Tracker
 from qarl.trainer import checkpoints as checkpointing
 from qarl.trainer.checkpoints import Checkpoints
@@ -100,6 +101,14 @@ def test_a_resumed_run_replaces_only_what_was_saved_by_time(timed, freq, left):
     trainer = timed("trainer.total_training_steps=9", f"trainer.save_freq={freq}", minutes=0)
     run_dir = interrupted_run(trainer.config, 4)
     assert run(trainer, open_checkpoint(run_dir / "checkpoints" / "step_4")) == left
+
+
+def test_a_longer_run_leaves_the_checkpoint_at_its_earlier_end(timed):
+    """Step 5 is no multiple of save_freq, but was the last step, which save_freq saves, too."""
+    trainer = timed("trainer.total_training_steps=9", "trainer.save_freq=4")
+    run_dir = interrupted_run(with_keys(trainer.config, {"trainer.total_training_steps": 5}), 5)
+    start = open_checkpoint(run_dir / "checkpoints" / "step_5")
+    assert run(trainer, start) == ["step_5", "step_8", "step_9"]
 
 
 @pytest.mark.parametrize("number", BOTH)

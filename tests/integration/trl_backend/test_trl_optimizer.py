@@ -68,6 +68,16 @@ def test_the_copies_are_torchs_fp32_weights() -> None:
         assert torch.equal(p, copied.bfloat16())
 
 
+def test_weight_decay_shrinks_the_weight_and_not_its_update() -> None:
+    """Adam's first update is the learning rate, 0.1: 1 becomes 0.9 by decay, then 0.8."""
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    settings = SETTINGS | {"lr": 0.1, "weight_decay": 1.0}
+    optimizer = MasterAdamW([("a.weight", weight)], decayed=["a.weight"], **settings)
+    weight.grad = torch.full((3,), 0.5)
+    optimizer.step()
+    assert optimizer.state[weight]["master"].tolist() == pytest.approx([0.8] * 3, abs=1e-6)
+
+
 def test_a_saved_state_continues_bit_for_bit() -> None:
     named = parameters()
     optimizer = masters(named)

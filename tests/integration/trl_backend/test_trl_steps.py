@@ -26,6 +26,7 @@ from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, MismatchError
 from qarl.quant.convert import published_forward
 from qarl.rollout.publish.manifest import PublishReport
+from qarl.tbpo import tbpo_loss
 from qarl.trl import QaRLConfig, QaRLTrainer, trainer
 from qarl.trl.advantages import equal_responses
 from qarl.trl.checks import check_resume
@@ -328,6 +329,46 @@ def test_only_equal_groups_lose_their_advantages() -> None:
         True,
         *[False] * 4,
     ]
+
+
+def test_weighted_sums_of_rewards_are_compared() -> None:
+    """With the weights 1 and 0 only the first rewards count, and with 2 and 1 the sums are 1.0 and 1.1."""
+    rewards = torch.tensor([[0.7, 0.1], [0.7, 0.4], [0.3, 0.4], [0.4, 0.3]])
+    first, second = torch.tensor([1.0, 0.0]), torch.tensor([2.0, 1.0])
+    how = "sum_then_normalize"
+    assert equal_responses(rewards, first, 2, how).tolist() == [True, True, False, False]
+    assert equal_responses(rewards, second, 2, how).tolist() == [False] * 4
+
+
+def test_the_last_update_of_an_epoch_is_the_mean_of_its_own_responses(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three micro-batches of four responses: the first two are one update, and the third is the other."""
+    steps = {"steps_per_generation": 3, "gradient_accumulation_steps": 2}
+    made = build(model, tmp_path, monkeypatch, max_steps=-1, num_train_epochs=1, **steps)
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        trainer,
+        "tbpo_loss",
+        lambda *tensors, global_batch_size: (
+            sizes.append(global_batch_size)
+            or tbpo_loss(*tensors, global_batch_size=global_batch_size)
+        ),
+    )
+    made.train()
+    assert sizes == [8, 8, 4] and made.state.global_step == 2
+
+
+def test_gradients_of_micro_batches_are_summed_in_fp32(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BF16 would round 1 + 2^-9 to 1."""
+    made = build(model, tmp_path, monkeypatch)
+    made.create_optimizer()
+    for parameter in made.policy.model.parameters():
+        parameter.sum().backward()
+        (parameter * 2**-9).sum().backward()
+        assert set(parameter.grad.flatten().tolist()) == {1 + 2**-9}
 
 
 @pytest.mark.parametrize("loss_type", ["tbpo", "grpo"])

@@ -121,6 +121,7 @@ def entry(
 def run_command(command: Command, argv: Sequence[str] | None, *, describe: Describe) -> int:
     """Run `command` with `argv` (None: the process's own arguments). Return the exit code.
 
+    Arguments that are not written KEY=VALUE are refused first (`qarl.command_line`).
     After a `UserError`, print one message and return 2. After Ctrl-C, return 130. If nobody reads the output any more,
     so that the command cannot go on, return 141. Show no traceback.
 
@@ -190,5 +191,8 @@ def _run(command: Command, arguments: list[str], describe: Describe) -> int:
             )
         )
     else:
+        from qarl.command_line import check_words
+
+        check_words(arguments)
         return command(arguments)
     return 0

@@ -35,8 +35,8 @@ def _main(argv: list[str]) -> int:
     from qarl.config.command_arguments import read_request
     from qarl.demo.own_task import WarmStart, make_own
 
-    words = [word if "=" in word else f"file={word}" for word in argv]
-    config = make_own(read_request(WarmStart, words, example="qarl warm-start my_task.py"))
+    example = "qarl warm-start my_task.py"
+    config = make_own(read_request(WarmStart, argv, example=example, positional="file"))
     print(f"now: qarl train config={config}")
     return 0
 

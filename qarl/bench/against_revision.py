@@ -51,8 +51,8 @@ class Arguments:
     @classmethod
     def parse(cls, part: str, words: Sequence[str]) -> Arguments:
         """Read the arguments, one of which is a revision. Raise UserError if one is invalid."""
-        named = [word if "=" in word else f"revision={word}" for word in words]
-        return read_request(cls, named, example="qarl bench against main~1")
+        example = "qarl bench against main~1"
+        return read_request(cls, words, example=example, positional="revision")
 
 
 KEYS = Arguments

@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -31,7 +30,7 @@ from qarl.bench import report
 from qarl.bench.arguments import Device, as_json, check_device, device_of
 from qarl.bench.model import LINEARS, find_model, linear_shapes
 from qarl.checkpoint.storage import write_json
-from qarl.config.command_arguments import Commas, read_request
+from qarl.config.command_arguments import Commas, OutputFile, read_request
 from qarl.errors import UserError
 from qarl.schemes import engine_scheme_names
 
@@ -80,7 +79,7 @@ class Arguments:
     seconds: PositiveFloat = 0.2
     rounds: PositiveInt = 7
     threads: PositiveInt = 1
-    json: Path | None = None
+    json: OutputFile | None = None
 
     @classmethod
     def parse(cls, part: str, words: Sequence[str]) -> Arguments:

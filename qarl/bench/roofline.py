@@ -22,7 +22,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from qarl.bench.arguments import Schemes
 from qarl.checks.model_size import ModelSize, wire_bytes
-from qarl.config.command_arguments import Commas, read_request
+from qarl.config.command_arguments import Commas, OutputFile, read_request
 from qarl.errors import UserError
 from qarl.schemes import engine_scheme_names
 
@@ -229,7 +229,7 @@ class Work:
     optimizer: Literal["muon", "adamw"] = "adamw"
     lora_r: NonNegativeInt = 0
     constant: PositiveFloat = 5.0
-    json: Path | None = None
+    json: OutputFile | None = None
 
     @classmethod
     def parse(cls, part: str, words: Sequence[str]) -> Work:

@@ -31,7 +31,7 @@ from qarl.bench import report
 from qarl.bench.arguments import Device, Schemes, as_json, check_device, check_divides, device_of
 from qarl.bench.model import Source, default_group_size, find_model, write_model
 from qarl.checkpoint.storage import write_json
-from qarl.config.command_arguments import Commas, read_request
+from qarl.config.command_arguments import Commas, OutputFile, read_request
 from qarl.errors import UserError
 from qarl.schemes import engine_scheme_names
 
@@ -90,7 +90,7 @@ class Arguments:
     warmup: PositiveInt = 2
     threads: PositiveInt = 1
     gpu_memory_utilization: PositiveFloat = 0.5
-    json: Path | None = None
+    json: OutputFile | None = None
 
     @classmethod
     def parse(cls, part: str, words: Sequence[str]) -> Arguments:

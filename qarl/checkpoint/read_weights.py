@@ -68,6 +68,9 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
 
     Raise UserError if it does not exist or is incomplete. The message lists the existing steps or the missing files.
     """
+    if not run.is_dir():
+        what = f"{run} is a file" if run.exists() else f"there is no folder {run}"
+        raise UserError(what, where=f"run={run}", fix="give the folder of a run, such as runs/NAME")
     checkpoints = run / "checkpoints"
     folders = dict(list_checkpoints(checkpoints))
     torn = dict[int, str]()

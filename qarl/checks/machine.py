@@ -15,6 +15,7 @@ import torch
 from pydantic import PositiveFloat
 
 from qarl.config import Config
+from qarl.config.command_arguments import OutputFile
 from qarl.errors import UserError
 from qarl.process import cpu_fields, runs_on_cpu, vllm_missing, vllm_unusable
 
@@ -83,7 +84,7 @@ class DoctorOptions:
     device: Literal["cuda", *GPUS] | None = None  # type: ignore[valid-type]  # names that are not written out
     gpu_memory_gib: PositiveFloat | None = None
     gpu_capability: PositiveFloat | None = None
-    json: Path | None = None
+    json: OutputFile | None = None
 
 
 def find_machine(options: DoctorOptions, backend: str = "local") -> Machine:

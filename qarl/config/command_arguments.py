@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from itertools import takewhile
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ValidationError
 
 from qarl.config.errors import nearest
 from qarl.errors import UserError
@@ -19,29 +21,42 @@ Commas = BeforeValidator(lambda value: value.split(",") if isinstance(value, str
 """Beside the type of a key: its values are separated by commas."""
 
 
+def _writable(path: Path) -> Path:
+    if path.is_dir():
+        raise ValueError("it is a folder, but names the file to write")
+    folder = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{folder} is no folder in which files can be written")
+    return path
+
+
+OutputFile = Annotated[Path, AfterValidator(_writable)]
+"""The type of a key that names a file to write. A path that cannot be written is refused before any work."""
+
+
 def read_request(
     kind: type[Request],
     arguments: Sequence[str],
     *,
     example: str,
     prefix: str = "",
+    positional: str = "",
     **defaults: Any,
 ) -> Request:
     """Return the pydantic dataclass `kind` of `arguments`, each of the form key=value. Raise UserError for the first
     invalid one. `example`: a command line that the message shows. `prefix`: what stands before each key there.
-    `defaults`: values of keys that were not given."""
-    values: dict[str, Any] = dict(argument.partition("=")[::2] for argument in arguments)
+    `positional`: the key whose value is an argument without `=`. `defaults`: values of keys that were not given."""
     keys = tuple(field.name for field in fields(kind))  # type: ignore[arg-type]  # a pydantic dataclass
-    if len(values) < len(arguments) or any(
-        key in keys and not value for key, value in values.items()
-    ):
-        why = " ".join(prefix + argument for argument in arguments)
-        raise UserError(
-            "a key is given twice or is empty",
-            where="command line",
-            why=why,
-            fix=f"write {example}",
-        )
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        word = argument
+        if "=" not in argument and positional and positional not in values:
+            word = f"{positional}={argument}"
+        key, value = _key_and_value(word, keys, prefix, example)
+        if key in values:
+            what = f"{prefix}{key} is given twice: {values[key]}, then {value}"
+            raise UserError(what, where="command line", fix="keep one of them")
+        values[key] = value
     try:
         return kind(**defaults | values)
     except ValidationError as error:
@@ -50,10 +65,36 @@ def read_request(
         )  # a wrong name comes first
         key = str(first["loc"][0])
         command = " ".join(takewhile(lambda word: "=" not in word, example.split()[:3]))
-        guess = nearest(key.lstrip("-"), keys) if key not in keys else None
+        guess = nearest(key, keys) if key not in keys else None
+        message = first["msg"].removeprefix("Value error, ")
+        what = f"{prefix}{key}={values.get(key, '')}: {message}"
+        if first["type"] == "missing":
+            what = f"{prefix}{key} is missing"
+        elif key not in keys:
+            what = f"there is no key {prefix}{key}"
         raise UserError(
-            f"{prefix}{key}={values.get(key, '')}: {first['msg']}",
+            what,
             where="command line",
             fix=(f"did you mean {prefix}{guess}=...? " if guess else "")
             + f"write {example} (all keys: {command} --help)",
         ) from error
+
+
+def _key_and_value(
+    argument: str, keys: Collection[str], prefix: str, example: str
+) -> tuple[str, str]:
+    key, equals, value = argument.partition("=")
+    if not equals and key not in keys:
+        raise UserError(
+            f"unexpected argument {argument!r}",
+            where="command line",
+            why="it is not of the form KEY=VALUE",
+            fix=f"write {example}",
+        )
+    if key in keys and not value:
+        raise UserError(
+            f"{prefix}{key} has no value",
+            where="command line",
+            fix=f"write {prefix}{key}=VALUE, or leave it out",
+        )
+    return key, value

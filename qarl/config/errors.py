@@ -111,6 +111,12 @@ def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str]) -> Probl
         fix = f"add it to the YAML file, or write {key}=VALUE on the command line"
     elif kind == "extra_forbidden":
         reason, fix = _unknown(key, descriptions)
+    elif kind == "model_type":
+        reason = "the section has no keys" if value is None else "a section must be keys and values"
+        fix = (
+            f"write its keys below it, each indented, or {key}.KEY=VALUE on the command line; "
+            f"`qarl train --help {plain_key}` describes them"
+        )
     else:
         reason = error["msg"].replace("Input should be ", "must be ")
         reason = reason[:1].lower() + reason[1:]

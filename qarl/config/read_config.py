@@ -3,7 +3,10 @@
 PyYAML follows YAML 1.1, which reads `1e-4` as text, `off` and `no` as false, `0123` as octal and `12:30` as 750. Here
 scalars follow YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema), except that numbers are always
 decimal. Reading and writing use the same rules, so a written config reads back equal. The line number of every key is
-recorded. Bad input does not raise here. All problems are collected, so that a single error can list them.
+recorded.
+
+The error lists all problems, but only those of one stage: how the arguments are written, then which file, then its
+YAML, then the values. What would follow from a problem of an earlier stage has no cause of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 import yaml
 from yaml.constructor import ConstructorError
 
-from qarl.config.errors import NOT_GIVEN, ConfigError, Problem
+from qarl.config.errors import NOT_GIVEN, ConfigError, Problem, nearest
 
 COMMAND_LINE = "command line"
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
@@ -84,13 +87,15 @@ class RawConfig:
 def read_arguments(argv: Sequence[str]) -> RawConfig:
     """Read `argv`, such as `["config=quickstart.yaml", "rollout.n=4"]`, into raw values with overrides applied.
 
-    The folder of a run stands for the config in it. Without a usable file, raise ConfigError."""
+    The folder of a run stands for the config in it. `problems` of the result are values that are no YAML. Raise
+    ConfigError if an argument is not of the form key=value, or without a usable file."""
     raw = RawConfig()
     arguments = _split_arguments(argv, raw.problems)
-    path = _config_path(arguments.pop("config", None), raw.problems)
-    if path is not None:
-        _read_file(path, raw)
-    if not raw.values:
+    if not raw.problems:
+        path = _config_path(arguments.pop("config", None), raw.problems)
+        if path is not None:
+            _read_file(path, raw)
+    if raw.problems:
         raise ConfigError(raw.problems)
     for key, text in arguments.items():
         _apply_override(key, text, raw)
@@ -104,17 +109,23 @@ def _read_file(path: Path, raw: RawConfig) -> None:
         if isinstance(root, yaml.MappingNode) and root.value:
             raw.values = _mapping(root, "", loader, path, raw)
         else:
+            content = "is a list" if isinstance(root, yaml.SequenceNode) else "is text"
+            reason = f"the file has no keys and values: it {content if root else 'is empty'}"
             fix = "write keys and values, one `key: value` per line"
-            raw.problems.append(
-                Problem(str(path), NOT_GIVEN, "the file has no keys and values", fix)
-            )
-    except (OSError, UnicodeDecodeError) as error:
+            raw.problems.append(Problem(str(path), NOT_GIVEN, reason, fix))
+    except UnicodeDecodeError as error:
+        reason = f"the file is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
+        fix = "give a YAML file, saved as UTF-8"
+        raw.problems.append(Problem("config", str(path), reason, fix, COMMAND_LINE))
+    except OSError as error:
         raw.problems.append(
             Problem("config", str(path), f"the file cannot be read: {error}", "give a YAML file")
         )
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         fix = "correct this line, or the one before it"
+        if "'\\t'" in str(error):
+            fix = "indent it with spaces, because YAML does not allow tabs there"
         key = f"{path}:{mark.line + 1 if mark else 1}"
         raw.problems.append(Problem(key, NOT_GIVEN, f"not valid YAML: {explain(error)}", fix))
 
@@ -198,10 +209,23 @@ def _config_path(name: str | None, problems: list[Problem]) -> Path | None:
             )
         )
         return None
+    if not name:
+        fix = f"write config=NAME.yaml; {listing}"
+        problems.append(Problem("config", NOT_GIVEN, "the key has no value", fix, COMMAND_LINE))
+        return None
     path, tried = find_config(name)
     if path is None:
         reason = f"no such file; looked for {', '.join(map(str, tried))}"
-        problems.append(Problem("config", name, reason, listing, COMMAND_LINE))
+        fix = listing
+        guess = nearest(name, [*available, *(option.removesuffix(".yaml") for option in available)])
+        folder = Path(os.path.expanduser(name))
+        if guess:
+            fix = f"did you mean {guess.removesuffix('.yaml')}.yaml? {listing}"
+        elif folder.is_dir():
+            reason = "it is a folder, not a file"
+            inside = folder / "config.yaml"
+            fix = f"write config={inside}" if inside.is_file() else "give a YAML file"
+        problems.append(Problem("config", name, reason, fix, COMMAND_LINE))
     return path
 
 
@@ -210,16 +234,39 @@ def _split_arguments(argv: Sequence[str], problems: list[Problem]) -> dict[str, 
     for argument in argv:
         key, equals, text = _of_run_folder(argument).partition("=")
         if not equals or not all(re.fullmatch(r"\w+", part) for part in key.split(".")):
-            fix = "write key=value, for example config=quickstart.yaml or quant.scheme=bf16; --help describes the keys"
-            problems.append(
-                Problem(argument, NOT_GIVEN, "not of the form key=value", fix, COMMAND_LINE)
-            )
+            problems.append(_no_assignment(argument))
         elif key in arguments:
             reason = f"given twice on the command line: {arguments[key]}, then {text}"
             problems.append(Problem(key, text, reason, "keep one of them", COMMAND_LINE))
         else:
             arguments[key] = text
     return arguments
+
+
+def _no_assignment(argument: str) -> Problem:
+    """Return the problem of an argument that is not of the form key=value, with what it was probably meant to be."""
+    from qarl.config.help import key_table  # which itself reads the names of the configs here
+
+    known = {key.name for keys in key_table().values() for key in keys}
+    path = Path(os.path.expanduser(argument))
+    colon = re.fullmatch(r"([\w.]+):(.+)", argument)
+    reason = "not of the form key=value"
+    fix = "write key=value, for example config=quickstart.yaml or quant.scheme=bf16; --help describes the keys"
+    if argument in known:
+        reason = "the key has no value"
+        fix = f"write {argument}=VALUE"
+    elif colon and colon[1] in known:
+        fix = f"write {colon[1]}={colon[2]}"
+    elif path.is_dir():
+        reason = "it is not the folder of a run, because it has no config.yaml"
+        fix = "give the folder of a run, or config=NAME.yaml"
+    elif path.suffix in (".yaml", ".yml"):
+        reason = "a config is named by the key config"
+        fix = f"write config={argument}"
+    elif "/" in argument and "=" not in argument:
+        reason = "there is no such folder of a run"
+        fix = "give the folder of a run, which has a config.yaml, or config=NAME.yaml"
+    return Problem(argument, NOT_GIVEN, reason, fix, COMMAND_LINE)
 
 
 def _of_run_folder(argument: str) -> str:

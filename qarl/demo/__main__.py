@@ -31,6 +31,7 @@ from pathlib import Path
 
 from qarl.config import load_config
 from qarl.config.demos import DEFAULT, DEMOS
+from qarl.config.errors import nearest
 from qarl.config.read_config import shipped_folder
 from qarl.console import entry
 from qarl.errors import UserError
@@ -43,11 +44,9 @@ def _main(argv: list[str]) -> int:
     if argv == [EXAMPLES]:
         return write_examples()
     names = [word for word in argv if "=" not in word] or [DEFAULT]
-    if len(names) > 1 or names[0] not in DEMOS:
-        fix = f"the demos are {', '.join(DEMOS)}, and {EXAMPLES} has no keys"
-        raise UserError(f"there is no demo {' '.join(names)!r}", where="command line", fix=fix)
-    demo = DEMOS[names[0]]
     overrides = [word for word in argv if "=" in word]
+    _check_names(names, overrides)
+    demo = DEMOS[names[0]]
     apart = set.symmetric_difference(*map(set, demo.arms)) if len(demo.arms) > 1 else set()
     if taken := {word.partition("=")[0] for word in apart} & {
         word.partition("=")[0] for word in overrides
@@ -78,6 +77,26 @@ def _main(argv: list[str]) -> int:
             f"\nboth runs on one page: {write_comparison([config.run_dir for config in configs], page)}"
         )
     return 0
+
+
+def _check_names(names: Sequence[str], overrides: Sequence[str]) -> None:
+    """Raise UserError unless `names` is one demo, and `overrides` name no config."""
+    listing = f"the demos are {', '.join(DEMOS)}"
+    for name in names:
+        if name == EXAMPLES:
+            fix = f"write qarl demo {EXAMPLES}"
+            raise UserError(f"{EXAMPLES} has no keys", where="command line", fix=fix)
+        if name not in DEMOS:
+            guess = nearest(name, DEMOS)
+            fix = f"did you mean {guess}? {listing}" if guess else listing
+            raise UserError(f"there is no demo {name!r}", where="command line", fix=fix)
+    if len(names) > 1:
+        what = f"only one demo can run at a time, not {' and '.join(names)}"
+        raise UserError(what, where="command line", fix=f"write qarl demo {names[0]}")
+    if configs := [word for word in overrides if word.startswith("config=")]:
+        raise UserError(
+            "a demo has its own config", where=configs[0], fix=f"write qarl train {configs[0]}"
+        )
 
 
 def write_examples() -> int:

@@ -75,6 +75,10 @@ def make_own(request: WarmStart) -> Path:
 
 def load_task(request: WarmStart) -> Task:
     """Return the task that the file defines, after one problem was tried. Raise UserError if something is missing."""
+    if request.file.suffix != ".py" or request.file.is_dir():
+        what = f"{request.file} is {'a folder' if request.file.is_dir() else 'no Python file'}"
+        fix = "give the task's file, such as my_task.py; docs/own_task.md has an example"
+        raise UserError(what, where="the task's file", fix=fix)
     if not re.fullmatch(NAME, request.file.stem):
         why = "the task has the name of its file, and so have its model, data, config and run"
         fix = "rename the file; letters, digits, '.', '_' and '-' are allowed"

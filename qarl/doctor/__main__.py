@@ -26,14 +26,17 @@ import os
 import sys
 
 from qarl.console import entry
+from qarl.errors import UserError
 
 _PREFIX = "doctor."
+_OPTIONS = ("device", "gpu_memory_gib", "gpu_capability", "json")
 
 
 def _main(argv: list[str]) -> int:
     from qarl.config import load_config
     from qarl.process import limit_threads
 
+    _check_prefix(argv)
     options = [word.removeprefix(_PREFIX) for word in argv if word.startswith(_PREFIX)]
     config = load_config([word for word in argv if not word.startswith(_PREFIX)])
     limit_threads(config.trainer.num_threads)
@@ -50,6 +53,18 @@ def _main(argv: list[str]) -> int:
     if chosen.json:
         write_json(chosen.json, report.to_json())
     return report.exit_code
+
+
+def _check_prefix(argv: list[str]) -> None:
+    """Raise UserError if an option of the doctor stands without its prefix."""
+    for word in argv:
+        if word.partition("=")[0] in _OPTIONS:
+            raise UserError(
+                f"{word} is an option of the doctor",
+                where="command line",
+                why="keys without a prefix are those of the run's config",
+                fix=f"write {_PREFIX}{word}",
+            )
 
 
 def _help(topics: list[str]) -> str:

@@ -51,8 +51,8 @@ def _main(argv: list[str]) -> int:
     from qarl.config.command_arguments import read_request
     from qarl.eval.arguments import EvalRequest, settings_of
 
-    words = [word if "=" in word else f"model={word}" for word in argv]
-    request = read_request(EvalRequest, words, example="qarl eval runs/NAME against=bf16")
+    example = "qarl eval runs/NAME against=bf16"
+    request = read_request(EvalRequest, argv, example=example, positional="model")
     settings = settings_of(request)
     limit_threads(settings.config.trainer.num_threads if settings.config else None)
     from qarl.eval.evaluate import evaluate

@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from qarl.checkpoint.storage import EXPORT
 from qarl.config import Config, load_config
+from qarl.config.command_arguments import OutputFile
 from qarl.config.lora import FOLDER
 from qarl.errors import UserError
 
@@ -41,7 +42,7 @@ class EvalRequest:
     max_response_length: _Count | None = None
     limit: _Count | None = None
     seed: int = 0
-    output: Path | None = None
+    output: OutputFile | None = None
     keep_special_tokens: bool = False
     trust_remote_code: bool = False
     tasks: str | None = None
@@ -73,6 +74,8 @@ def settings_of(request: EvalRequest) -> Settings:
     is_run = (request.model / "config.yaml").is_file()
     if not is_run and not (request.model / "config.json").is_file():
         why = "it has neither config.yaml, as a run, nor config.json, as a model"
+        if not request.model.is_dir():
+            why = "it is a file" if request.model.exists() else "there is no such folder"
         raise UserError(
             f"{request.model} cannot be scored",
             why=why,

@@ -14,16 +14,25 @@ exit codes:
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from qarl.console import entry
 from qarl.errors import UserError
 
+_EXAMPLE = "qarl report runs/NAME, or qarl report runs/A runs/B together=FILE.html"
+
 
 def _main(argv: list[str]) -> int:
+    keys = [word for word in argv if "=" in word and not Path(word).exists()]
+    if unknown := [word for word in keys if not word.startswith("together=")]:
+        what = f"there is no key {unknown[0].partition('=')[0]}, and no folder {unknown[0]!r}"
+        raise UserError(what, where="command line", fix=f"write {_EXAMPLE}")
     pages = [word.removeprefix("together=") for word in argv if word.startswith("together=")]
     runs = [word for word in argv if not word.startswith("together=")]
-    fix = "qarl report runs/NAME, or qarl report runs/A runs/B together=FILE.html"
-    if not runs or len(pages) > 1 or "" in pages:
+    fix = f"write {_EXAMPLE}"
+    if "" in pages:
+        raise UserError("together has no value", where="command line", fix=fix)
+    if not runs:
         raise UserError("no run folder was given", where="command line", fix=fix)
     if pages and not pages[0].endswith(".html"):
         what = f"together={pages[0]} is not the name of an HTML file"

@@ -85,7 +85,7 @@ WRONG = {
     ("train", "--hepl"): "--help describes the keys",
     ("train", "--help", "grad_clip"): "did you mean actor.grad_clip?",
     ("diagnose", "--help", "qqq"): "the sections are model, data,",
-    ("export", "--halp"): "all keys: qarl export --help",
+    ("export", "--halp"): "write export halp; --help describes the keys",
     ("demo", "meo"): "the demos are quickstart, moe, verl,",
     ("bench",): "one of kernels,",
     ("bench", "--help", "stesp"): "nearest: steps",

@@ -20,6 +20,7 @@ MODULES = {path.relative_to(ROOT).as_posix(): path for path in FILES}
 MOST_LINES = 530
 LAYERS = (
     ("errors", "lazy"),
+    ("command_line",),
     ("process", "console", "vllm_versions", "schemes"),
     ("tbpo",),
     ("config", "kernels"),

@@ -112,8 +112,8 @@ def test_a_failed_run_has_no_figure_and_leaves_no_worktree(checkout: Path) -> No
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "revision=: Field required"),
-        (["pairs=2"], "revision=: Field required"),
+        ([], "revision is missing"),
+        (["pairs=2"], "revision is missing"),
         (["HEAD", "steps=1"], "equal to 2"),
         (["HEAD", "pair=1"], "pairs"),
         (["nowhere"], "cannot check out 'nowhere'"),

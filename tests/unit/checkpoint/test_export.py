@@ -221,11 +221,12 @@ def test_an_output_in_the_way_is_not_touched(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["run=RUN"], "output=: Field required"),
+        (["run=RUN"], "output is missing"),
         (["runs=RUN", "output=x"], r"did you mean run=\.\.\."),
         (["run=RUN", "output=x", "format=int4"], "format=int4: Input should be 'quantized'"),
         (["run=RUN", "output=x", "step=3"], "choose from step=2, step=10"),
         (["run=EMPTY", "output=x"], "has no checkpoints"),
+        (["run=nowhere", "output=x"], "there is no folder nowhere"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),
 )
@@ -244,8 +245,12 @@ def test_what_will_not_do_is_one_message(tmp_path, capsys, arguments, expected):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["run=a", "output=b", "output=c"], ["run=", "output=b"]], ids=str
+    ("arguments", "message"),
+    [
+        (["run=a", "output=b", "output=c"], "output is given twice: b, then c"),
+        (["run=", "output=b"], "run has no value"),
+    ],
 )
-def test_a_key_is_given_once_with_a_value(arguments: list[str]) -> None:
-    with pytest.raises(UserError, match="twice or is empty"):
+def test_a_key_is_given_once_with_a_value(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         read_request(ExportRequest, arguments, example="qarl export")

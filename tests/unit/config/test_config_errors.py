@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 from config_problems import MINIMAL, file_problem, override_problem, problem_of, problems_of
 
 from qarl.config import describe_keys, load_config, write_resolved
 from qarl.config.read_config import available_configs
+from qarl.config.schema import sections
 from qarl.errors import UserError
 
 
@@ -21,11 +24,46 @@ def test_a_config_is_required(folder: Path) -> None:
         assert error.key == "config" and all(name in error.fix for name in available_configs())
 
 
-@pytest.mark.parametrize("argument", ["dry_run", "--dry_run=true", "other.yaml", "=3", "quant.=3"])
+MALFORMED = {
+    "dry_run": "write dry_run=VALUE",
+    "rollout.n:4": "write rollout.n=4",
+    "other.yaml": "write config=other.yaml",
+    "runs/nowhere": "give the folder of a run",
+    "--dry_run=true": "write key=value, for example config=quickstart.yaml",
+    "=3": "write key=value, for example config=quickstart.yaml",
+    "quant.=3": "write key=value, for example config=quickstart.yaml",
+}
+
+
+@pytest.mark.parametrize("argument", MALFORMED)
 def test_malformed_override(folder: Path, argument: str) -> None:
-    problem = override_problem(argument)
-    assert (problem.key, problem.source) == (argument, "command line")
-    assert "key=value" in problem.fix and "config=quickstart.yaml" in problem.fix
+    """Also without a config, and with a value that does not fit: what follows from it is not said."""
+    for others in (["config=minimal.yaml", "rollout.n=1"], []):
+        problem = problem_of(*others, argument)
+        assert (problem.key, problem.source) == (argument, "command line")
+        assert MALFORMED[argument] in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "fix"),
+    [
+        ("", "the key has no value", "write config=NAME.yaml"),
+        ("runs", "it is a folder", "give a YAML file"),
+        ("run", "it is a folder", "write config=run/config.yaml"),
+        ("quickstart", "no such file", "did you mean quickstart.yaml?"),
+        ("quickstrat.yaml", "no such file", "did you mean quickstart.yaml?"),
+    ],
+)
+def test_a_config_that_is_no_file(folder: Path, name: str, reason: str, fix: str) -> None:
+    Path("runs").mkdir()
+    write_resolved(load_config(["config=minimal.yaml"]), "run/config.yaml")
+    problem = problem_of(f"config={name}")
+    assert problem.reason.startswith(reason) and problem.fix.startswith(fix)
+
+
+def test_a_folder_without_a_run_is_one_problem(folder: Path) -> None:
+    Path("empty").mkdir()
+    assert "it has no config.yaml" in problem_of("empty").reason
 
 
 def test_the_folder_of_a_run_stands_for_its_config(folder: Path) -> None:
@@ -62,11 +100,32 @@ def test_top_level_must_be_a_mapping(folder: Path, text: str) -> None:
     assert "broken.yaml" in problem.key and "no keys and values" in problem.reason
 
 
+def test_files_that_other_programs_save(folder: Path) -> None:
+    config = load_config(["config=minimal.yaml"])
+    Path("bom.yaml").write_bytes(codecs.BOM_UTF8 + MINIMAL.encode())
+    Path("crlf.yaml").write_bytes(MINIMAL.replace("\n", "\r\n").encode())
+    assert load_config(["config=bom.yaml"]) == load_config(["config=crlf.yaml"]) == config
+    Path("utf16.yaml").write_bytes(MINIMAL.encode("utf-16"))
+    assert "not UTF-8" in problem_of("config=utf16.yaml").reason
+    assert "indent it with spaces" in file_problem(MINIMAL.replace("  ", "\t")).fix
+
+
 def test_duplicate_keys_in_the_file(folder: Path) -> None:
     problem = file_problem(MINIMAL.replace("  n: 4\n", "  n: 4\n  n: 8\n"))
     assert (problem.key, problem.value, problem.source) == ("rollout.n", 8, "broken.yaml:12")
     assert "broken.yaml:11" in problem.reason
     assert file_problem(MINIMAL + "rollout:\n  n: 2\n").key == "rollout"
+    first_lacks_keys = MINIMAL + "trainer:\n  total_training_steps: 4\n"
+    assert file_problem(first_lacks_keys.replace("trainer:\n", "trainer:\n  test_freq: 1\n", 1)).key
+
+
+@pytest.mark.parametrize("section", sections())
+def test_an_empty_section_is_one_problem(folder: Path, section: str) -> None:
+    """As if all of its keys were commented out."""
+    values = yaml.safe_load(MINIMAL)
+    problem = file_problem(yaml.safe_dump(values | {section: None}))
+    assert (problem.key, problem.reason) == (section, "the section has no keys")
+    assert f"{section}.KEY=VALUE" in problem.fix
 
 
 @pytest.mark.parametrize(
@@ -106,7 +165,8 @@ def test_missing_keys_are_named_one_by_one(folder: Path) -> None:
         ("name=2024", "must be a valid string"),
         ("name=a/b", "pattern"),
         ("seed=1.0", "valid integer"),
-        ("model=5", "valid dictionary"),
+        ("model=5", "a section must be keys and values"),
+        ("actor=", "the section has no keys"),
         ("data.train_files=[]", "at least 1 item"),
         ("reward.function=arithmetics", "neither a built-in reward"),
         ("rollout.n=1", "greater than or equal to 2"),

@@ -119,8 +119,12 @@ def test_wrong_arguments_are_refused(folder: Path, capsys: pytest.CaptureFixture
     for arguments, message in {
         ("sort_digits.py", "tagret=1"): "did you mean target=...?",
         ("sort_digits.py", "target=2"): "less than or equal to 1",
+        ("data",): "data is a folder",
+        ("sort_digits.txt",): "sort_digits.txt is no Python file",
+        ("sort_digits.py", "steps"): "write steps=VALUE",
         ("nothing.py",): "cannot load nothing.py",
-        (): "file=: Field required",
+        (): "file is missing",
     }.items():
+        (folder / "data").mkdir(exist_ok=True)
         assert main(["warm-start", *arguments]) == 2
         assert message in capsys.readouterr().err

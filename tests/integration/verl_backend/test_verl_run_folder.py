@@ -28,7 +28,7 @@ from qarl.checks.model_size import ModelSize
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
-from qarl.verl.checkpoint import check_room, engine_state
+from qarl.verl.checkpoint import PARTS, check_record, check_room, engine_state
 from qarl.verl.config import trainer_keys
 from qarl.verl.run import MetricsFollower, answered_interrupt, our_names
 
@@ -314,18 +314,50 @@ def test_the_first_interrupt_is_answered_and_ends_the_run(capfd, number, ray_has
     assert signal.getsignal(number) is before
 
 
-def test_copies_to_the_host_are_complete_before_they_are_read(monkeypatch):
-    """With param_offload on a GPU the copies end only at the device's next synchronization. Here that is when they are
-    made."""
+def stepped_engine() -> Any:
+    """What a record reads of verl's engine, after one update of a linear."""
     module = nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(module.parameters())
     module(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     scheduler: Any = SimpleNamespace(state_dict=dict)
     manager = SimpleNamespace(model=module)  # which is the adapters, if there are any
-    engine = SimpleNamespace(
-        checkpoint_manager=manager, optimizer=optimizer, lr_scheduler=scheduler
+    for part in PARTS:
+        setattr(manager, f"should_load_{part}", part != "extra")
+    return SimpleNamespace(
+        checkpoint_manager=manager, optimizer=optimizer, lr_scheduler=scheduler, rank=0
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({}, None),
+        ({"model.bias": "0" * 16}, "model.bias"),
+        ({"model.bias": None}, "model.bias"),
+        ({"model.other": "0" * 16}, "model.other"),
+        ({"optimizer.2.exp_avg": "0" * 16}, r"optimizer\.2\.exp_avg"),
+    ],
+    ids=["equal", "another number", "too much", "a weight is left out", "a moment is left out"],
+)
+def test_a_loaded_state_must_be_the_saved_one(tmp_path, monkeypatch, changes, wrong):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    engine = stepped_engine()
+    saved = engine_state(engine, ("model", "optimizer")) | changes
+    record = {name: digest for name, digest in saved.items() if digest is not None}
+    (tmp_path / "qarl_state_world_size_1_rank_0.json").write_text(json.dumps(record))
+    if wrong is None:
+        assert "equals the saved one" in check_record(engine, str(tmp_path))
+        return
+    with pytest.raises(UserError, match=rf"1 parts of the loaded state differ[\s\S]*{wrong}"):
+        check_record(engine, str(tmp_path))
+
+
+def test_copies_to_the_host_are_complete_before_they_are_read(monkeypatch):
+    """With param_offload on a GPU the copies end only at the device's next synchronization. Here that is when they are
+    made."""
+    engine = stepped_engine()
+    module, optimizer = engine.checkpoint_manager.model, engine.optimizer
     expected = engine_state(engine)
     tensors = [*module.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
     copies = [tensor.detach().clone() for tensor in tensors]

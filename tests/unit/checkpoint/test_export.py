@@ -14,7 +14,7 @@ from checkpoint_state import whole_state
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qarl.checkpoint import model_files
+from qarl.checkpoint import export_adapter, model_files
 from qarl.checkpoint.export import ExportRequest, export
 from qarl.checkpoint.model_files import (
     ModelFiles,
@@ -23,11 +23,14 @@ from qarl.checkpoint.model_files import (
     save_model,
     weight_files,
 )
+from qarl.checkpoint.read_weights import BASE_FILE, Source
 from qarl.checkpoint.resumable import open_checkpoint, save_checkpoint, tensor_digest
+from qarl.checkpoint.storage import write_json
 from qarl.config import OptimConfig
 from qarl.config.command_arguments import read_request
 from qarl.errors import UserError
 from qarl.export import main
+from qarl.lora.adapter import PREFIX, A, B
 from qarl.quant import get_scheme, packed_state_dict, quantize_model
 from qarl.quant.experts import unstacked
 from qarl.trainer.master_optimizer import MasterOptimizer
@@ -130,6 +133,22 @@ def test_the_quantized_export_is_what_the_live_model_publishes(tmp_path, scheme,
 def test_an_export_with_an_adapter_says_what_cannot_load_it(scheme, experts, words):
     sentences = limits_of_adapter(scheme, experts=experts)
     assert len(sentences) == len(words) and all(map(str.__contains__, sentences, words))
+
+
+@pytest.mark.parametrize(("alpha", "factor"), [(16, 2.0), (4, 0.5), (None, 1.0)])
+def test_the_adapter_of_a_verl_run_has_its_factor(tmp_path, monkeypatch, alpha, factor):
+    """verl's checkpoints have only its tensors. Rank and alpha are those of the run's config; alpha is r by default."""
+    write_json(tmp_path / "actor" / BASE_FILE, {"published": {"model.norm.weight": "digest"}})
+    name = f"{PREFIX}model.layers.0.self_attn.q_proj"
+    tensors = {f"{name}{A}": torch.ones(8, 4), f"{name}{B}": torch.ones(6, 8)}
+    config = {"lora": {"r": 8, "alpha": alpha}, "model": {"path": "base"}}
+    source = Source(3, config, tmp_path, lambda dtype: iter(tensors.items()))
+    monkeypatch.setattr(export_adapter, "open_source", lambda folder, **_: source)
+    trained = export_adapter.open_trained(tmp_path)
+    assert (trained.step, trained.published) == (3, {"model.norm.weight": "digest"})
+    adapter = trained.adapter
+    assert (adapter.r, adapter.targets, adapter.base) == (8, ("q_proj",), "base")
+    assert adapter.factor == factor
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

@@ -73,9 +73,10 @@ def test_on_cpu_if_verl_has_been_imported_before():
     )
 
 
-@pytest.mark.parametrize("platform", ["cpu", "nvidia"])
+@pytest.mark.parametrize("platform", [pytest.param("cpu", marks=pytest.mark.slow), "nvidia"])
 def test_what_is_registered(platform):
-    """verl's CUDA platform has engines for `cuda` itself, and registering them again would raise."""
+    """verl's CUDA platform has engines for `cuda` itself, and registering them again would raise. All other tests of
+    verl register the CPU's."""
     report = probe(VERL_PLATFORM=platform)
     assert report["loaded"] and report["early"] == [] and report["file"]
     assert ("cpu" in report["platforms"]) == (platform == "cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,13 +74,23 @@ BACKENDS: dict[str, Callable[[str, RewardConfig], list[float]]] = {
 }
 
 
+IN_VERL = (
+    "plain", "dict", "changes its arguments", "chdir", "prints", "multiprocessing", "raises", "os._exit", "NaN",
+    "async", "syntax error", "loop that catches all", "lock",
+)  # fmt: skip
+"""Each kind of case once. Each case starts processes of its own."""
+
+
+def fast_and_slow() -> Iterator[Any]:
+    """Every case with every backend; for a look after every change the local backend has all, and verl has a few."""
+    for name in CASES:
+        for backend in BACKENDS:
+            fast = backend == "local" or (backend == "verl" and name in IN_VERL)
+            yield pytest.param(name, backend, marks=() if fast else pytest.mark.slow)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "backend",
-    # Each case starts processes of its own, so two backends must do for every change.
-    ["local", "verl", pytest.param("trl", marks=pytest.mark.slow), pytest.param("eval", marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "backend"), fast_and_slow())
 def test_the_same_score_or_the_same_refusal(tmp_path: Path, name: str, backend: str) -> None:
     spec, expected = write_case(tmp_path, name), CASES[name][1]
     keys = RewardConfig(function=spec, timeout_s=limit_of(name), workers=1)

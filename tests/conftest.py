@@ -138,11 +138,9 @@ def _multiplies_fp8(item: pytest.Item) -> bool:
 
 def _long_files_first(items: list[pytest.Item]) -> None:
     """Otherwise one process of pytest-xdist works alone at the end. Needs --no-loadscope-reorder, see the Makefile."""
-    marked = {
-        mark: {item.path for item in items if item.get_closest_marker(mark)}
-        for mark in ("verl", "vllm")
-    }
-    items.sort(key=lambda item: (item.path not in marked["verl"], item.path not in marked["vllm"]))
+    marks = ("compiles", "verl", "vllm")
+    marked = [{item.path for item in items if item.get_closest_marker(mark)} for mark in marks]
+    items.sort(key=lambda item: [item.path not in paths for paths in marked])
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Collection
 
 os.environ.pop(
     "TRITON_INTERPRET", None
@@ -31,17 +32,36 @@ def triton_aot(record: Record, *, targets: tuple[int, ...] = (80, 90, 100, 120))
             )
 
 
-def resources(target: int) -> dict[str, Row]:
-    rows: dict[str, Row] = {}
+def configurations(target: int) -> dict[str, tuple[AotKernel, AotConfig]]:
+    """Return what is compiled for compute capability `target`, by label."""
+    found: dict[str, tuple[AotKernel, AotConfig]] = {}
     for entry in KERNELS:
         for config in entry.configs:
             if target in config.targets:
                 name = label(entry, config)
-                assert name not in rows, f"{name} is listed twice"
-                try:
-                    rows[name] = compile_kernel(entry, config, target)
-                except Exception as error:  # Triton and its assembler raise many types
-                    rows[name] = {"error": f"{type(error).__name__}: {error}"}
+                assert name not in found, f"{name} is listed twice"
+                found[name] = (entry, config)
+    return found
+
+
+def first_and_last(target: int) -> list[str]:
+    """Return the labels of the first and the last configuration of each kernel."""
+    names: dict[str, list[str]] = {}
+    for name, (entry, _) in configurations(target).items():
+        names.setdefault(full_name(entry), []).append(name)
+    return sorted({name for labels in names.values() for name in (labels[0], labels[-1])})
+
+
+def resources(target: int, names: Collection[str] | None = None) -> dict[str, Row]:
+    """Compile for compute capability `target`. `names`: labels of configurations; None: all of them."""
+    rows: dict[str, Row] = {}
+    for name, (entry, config) in configurations(target).items():
+        if names is not None and name not in names:
+            continue
+        try:
+            rows[name] = compile_kernel(entry, config, target)
+        except Exception as error:  # Triton and its assembler raise many types
+            rows[name] = {"error": f"{type(error).__name__}: {error}"}
     return rows
 
 

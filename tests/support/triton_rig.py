@@ -44,16 +44,18 @@ def run_interpreted(paths: list[Path]) -> subprocess.CompletedProcess[str]:
     return _run(command, {"TRITON_INTERPRET": "1"})
 
 
-def compile_for(target: int) -> dict[str, Any]:
-    """What benchmarks/proofs/triton_aot.py finds for one compute capability: the kernels' names, and resources."""
+def compile_for(target: int, *, whole: bool = True) -> dict[str, Any]:
+    """What benchmarks/proofs/triton_aot.py finds for one compute capability: the kernels' names, the labels of all
+    configurations, and resources. `whole`: of all configurations; otherwise of the first and last of each kernel."""
+    names = "None" if whole else f"triton_aot.first_and_last({target})"
     program = (
-        "import json; from benchmarks.proofs.triton_aot import kernel_names, resources; "
-        f"print(json.dumps([kernel_names(), resources({target})]))"
+        "import json; from benchmarks.proofs import triton_aot; "
+        f"found = triton_aot.kernel_names(), list(triton_aot.configurations({target})), "
+        f"triton_aot.resources({target}, {names}); print(json.dumps(found))"
     )
     run = _run([sys.executable, "-c", program], {})
     assert run.returncode == 0, run.stderr[-3000:]
-    names, resources = json.loads(run.stdout)
-    return {"kernels": names, "resources": resources}
+    return dict(zip(("kernels", "labels", "resources"), json.loads(run.stdout), strict=True))
 
 
 def entry_kernels() -> set[str]:

@@ -16,7 +16,8 @@ from typing import Any
 from benchmarks.proofs.harness import QUIET, ROOT, Record, Row, Run, run_config, timed
 from qarl.checkpoint.resumable import Checkpoint, list_checkpoints, open_checkpoint
 from qarl.checkpoint.storage import file_sha256
-from qarl.config.actor import LOSSES, REJECTIONS
+from qarl.config.actor import REJECTIONS
+from qarl.config.objectives import objective_names
 from qarl.metrics.warning_signs import SignFinder
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.prepare import prepare_run
@@ -155,7 +156,7 @@ def rejection(*kinds: str, threshold: float = 0.5) -> Row:
 
 TIS = GRPO | {IS: "token", f"{IS}_threshold": 2.0}
 OBJECTIVES: dict[str, Row] = {
-    **{loss: {"actor.loss": loss} for loss in LOSSES},
+    **{loss: {"actor.loss": loss} for loss in objective_names()},
     "rloo": GRPO | {"algorithm.adv_estimator": "rloo"},
     "dr_grpo": GRPO | {"algorithm.adv_estimator": "dr_grpo"},
     "old_log_probs=rollout": GRPO | {"actor.old_log_probs": "rollout"},
@@ -176,7 +177,7 @@ OBJECTIVES: dict[str, Row] = {
     "tis-srs-k1-corr-ratio": TIS | rejection("seq_sum_k1", threshold=0.001),
 }
 IN_VERL = (
-    *LOSSES, "rloo", "dr_grpo", "tis-srs-k3-corr-ratio", "srs-k3-corr-ratio", "weight normalised", "veto",
+    *objective_names(), "rloo", "dr_grpo", "tis-srs-k3-corr-ratio", "srs-k3-corr-ratio", "weight normalised", "veto",
     "old_log_probs=rollout", "old_log_probs=auto",
 )  # fmt: skip
 SMALL: Row = {

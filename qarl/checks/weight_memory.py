@@ -38,12 +38,11 @@ from qarl.checks.memory_parts import (
     ranks,
 )
 from qarl.checks.model_size import ModelSize, Shape, prepared_bytes, wire_bytes
+from qarl.config.optimizers import OTHER_STATE_BYTES, get_optimizer
 
 if TYPE_CHECKING:
     from qarl.config import Config
 
-MATRIX_OPTIMIZER_BYTES = {"adamw": 8, "muon": 4}
-"""Bytes of FP32 moments per weight of a matrix in the decoder blocks. All other weights use AdamW."""
 STEP_BYTES = 16
 """Temporary bytes per weight of the parameter that a step is updating: direction or bias-corrected moments, and the
 results of Newton-Schulz or of the division. The fused `torch.optim.AdamW` needs no temporary memory."""
@@ -62,11 +61,11 @@ OWN_INPUT_GRADIENT = frozenset(
 
 def optimizer_state(size: ModelSize, config: Config) -> int:
     """Return the bytes of the moments of everything that is trained."""
-    each = MATRIX_OPTIMIZER_BYTES[config.optim.name]
+    each = get_optimizer(config.optim.name).matrix_state_bytes
     if trained := adapter_parameters(size, config):
         return each * trained
     matrices = size.matrix_parameters
-    return each * matrices + 8 * (size.parameters - matrices)
+    return each * matrices + OTHER_STATE_BYTES * (size.parameters - matrices)
 
 
 def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
@@ -78,7 +77,7 @@ def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     # verl loads the optimizer state for the whole update (EngineTrainModeCtx), not only for the optimizer's step.
     used = ("update", "step") if offload else PHASES
     state = Part(f"{config.optim.name} state, FP32", optimizer_state(size, config) // shards, used)
-    fused = not verl and fp32 and config.optim.name == "adamw"
+    fused = not verl and fp32 and get_optimizer(config.optim.name).fused_fp32
     trained = adapter_parameters(size, config)
     matrices = [(config.lora.r or 0) * max(shape) for shape in adapted_linears(size, config)]
     largest = max(matrices, default=size.largest_parameter)

@@ -22,6 +22,7 @@ from qarl.config.read_config import read_arguments, with_home
 from qarl.config.schema import Config, check_together, default_values, flat_values, sections
 from qarl.config.unused_keys import dropped
 from qarl.errors import UserError
+from qarl.plugins import load_plugins
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -60,11 +61,20 @@ def describe_keys() -> dict[str, str]:
     return about | {key.name: key.meaning for keys in key_table().values() for key in keys}
 
 
+def _plugin_names(values: Mapping[str, Any]) -> list[str]:
+    """Return the value of `plugins`, or nothing if it is not a list of texts, which the check of its type reports."""
+    names = values.get("plugins")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return []
+    return names
+
+
 def _build(
     values: Mapping[str, Any], sources: Mapping[str, str], problems: Sequence[Problem]
 ) -> Config:
     # If a section is missing, its required keys are still reported one by one.
     filled = {**{name: {} for name in sections()}, **with_home(values)}
+    load_plugins(_plugin_names(filled))
     for key in dropped(flat_values(filled, set()), default_values(), sources):
         section, _, child = key.rpartition(".")
         filled[section] = {name: value for name, value in filled[section].items() if name != child}

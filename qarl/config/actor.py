@@ -17,15 +17,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from qarl.config.types import Above, Below, Sane, Section, Unit, as_list
+from qarl.config.objectives import objective_names
+from qarl.config.types import Above, Below, OneOf, Sane, Section, Unit, as_list
 from qarl.tbpo.config import BandScaling, MismatchOutsideCap, PositiveBand, TBPOConfig
 
-LossName = Literal[
-    "tbpo", "grpo", "dual_clip", "gspo", "mis_gspo", "positive_only", "sapo", "reinforce"
-]
-LOSSES: tuple[LossName, ...] = get_args(LossName)
-SEQUENCE_LOSSES = ("tbpo", "gspo", "mis_gspo")
-"""Losses with one ratio per response, the geometric mean over its tokens."""
 LossAggMode = Literal[
     "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-mean"
 ]
@@ -56,7 +51,7 @@ Thresholds = Annotated[
 class ObjectiveKeys(Section):
     """The keys of the section `actor` that choose the objective."""
 
-    loss: LossName = "tbpo"
+    loss: Annotated[str, OneOf(objective_names)] = "tbpo"
     """The objective. `tbpo`: QaRL's. `grpo`: PPO's clipped ratio of each token. `dual_clip`: `grpo` with a third bound
     for negative advantages. `gspo`: one clipped ratio per response. `mis_gspo`: `gspo` weighted by the response's
     trainer/rollout ratio, without responses for which this ratio is too large. `positive_only`: `grpo` without negative

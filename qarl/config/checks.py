@@ -18,9 +18,10 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from qarl.config.actor import SEQUENCE_LOSSES
 from qarl.config.errors import Problem, show
 from qarl.config.ignored_layers import is_ignored
+from qarl.config.objectives import get_objective
+from qarl.config.optimizers import get_optimizer
 from qarl.config.types import Sane, Section
 from qarl.config.unused_keys import STEPS, WARMUP, warmup_exceeds
 from qarl.errors import UserError
@@ -33,7 +34,6 @@ Problems = Iterator[Problem]
 LEAST_TOP_P = 0.01
 LEAST_TEMPERATURE = 0.05
 """Below them sampling is greedy but for rare ties. A model can be less sure than that of single tokens."""
-_AVERAGED = (*SEQUENCE_LOSSES, "sapo")
 _BYPASS, _IS, _RS = (
     f"rollout_correction.{name}" for name in ("bypass_mode", "rollout_is", "rollout_rs")
 )
@@ -56,7 +56,7 @@ def bad(v: Values, key: str, reason: str, fix: str) -> Problem:
 def averages_over_responses(v: Values) -> Problems:
     key = "actor.loss_agg_mode"
     loss = v["actor.loss"]
-    if loss in _AVERAGED and v[key] != "seq-mean-token-mean":
+    if get_objective(loss).mean_over_responses and v[key] != "seq-mean-token-mean":
         reason = f"actor.loss={loss} is defined with the mean seq-mean-token-mean"
         yield bad(v, key, reason, "set it to seq-mean-token-mean, or choose another actor.loss")
 
@@ -64,7 +64,7 @@ def averages_over_responses(v: Values) -> Problems:
 def advantages_suit_the_loss(v: Values) -> Problems:
     key = "algorithm.adv_estimator"
     loss = v["actor.loss"]
-    if v[key] == "dr_grpo" and loss in _AVERAGED:
+    if v[key] == "dr_grpo" and get_objective(loss).mean_over_responses:
         reason = (
             f"dr_grpo does not average over the tokens of a response, but actor.loss={loss} does"
         )
@@ -83,17 +83,17 @@ def advantages_suit_the_loss(v: Values) -> Problems:
 def one_weight_for_the_mismatch(v: Values) -> Problems:
     loss = v["actor.loss"]
     level = v[_IS]
-    weighted = loss in ("tbpo", "mis_gspo")
-    if weighted and (level is not None or v[_BYPASS]):
+    objective = get_objective(loss)
+    if objective.weights_mismatch and (level is not None or v[_BYPASS]):
         reason = f"actor.loss={loss} already weights each response by the mismatch, and this would be a second weight"
         key, fix = (_BYPASS, "false") if level is None else (_IS, "null")
         yield bad(v, key, reason, f"set it to {fix}, or choose another actor.loss")
-    elif v[_BYPASS] and (loss == "reinforce" or level is not None):
+    elif v[_BYPASS] and (not objective.has_ratio or level is not None):
         reason = f"the ratio to the rollout contains the mismatch, and rollout_is={level} would apply it a second time"
         yield bad(
             v,
             _BYPASS,
-            "actor.loss=reinforce has no ratio" if level is None else reason,
+            f"actor.loss={loss} has no ratio" if level is None else reason,
             "set it to false",
         )
 
@@ -106,7 +106,7 @@ def rollouts_log_probs_hide_the_mismatch(v: Values) -> Problems:
     if v[key] != "rollout":
         return
     rejects = v[_RS] and v[f"{_RS}_ratio"] == "corr"
-    if loss in ("tbpo", "mis_gspo"):
+    if get_objective(loss).weights_mismatch:
         reason = f"actor.loss={loss} weights each response by the mismatch, and that weight would always be 1"
         yield bad(v, key, reason, "set it to auto or recompute, or choose another actor.loss")
     for other, used in (
@@ -128,7 +128,8 @@ def rejections_have_thresholds(v: Values) -> Problems:
     options = _items(v[_RS])
     upper = _items(v[key])
     lower = v[f"{key}_lower"]
-    if loss in SEQUENCE_LOSSES and any(option.startswith("token_") for option in options):
+    of_tokens = any(option.startswith("token_") for option in options)
+    if of_tokens and get_objective(loss).ratio_of_response:
         reason = f"actor.loss={loss} has one ratio per response, and single tokens cannot be removed from this ratio"
         yield bad(v, _RS, reason, "choose a rejection of whole responses: seq_*")
     if options and len(upper) not in (1, len(options)):
@@ -336,6 +337,14 @@ def fp16_is_unquantized(v: Values) -> Problems:
         yield bad(v, key, reason, fix + "optim.master_dtype=fp32")
 
 
+def bf16_masters_are_rounded(v: Values) -> Problems:
+    key = "optim.master_dtype"
+    name = v["optim.name"]
+    if v[key] == "bf16" and not get_optimizer(name).rounds_bf16:
+        reason = f"optim.name={name} updates only FP32 parameters"
+        yield bad(v, key, reason, "set it to fp32, or choose another optim.name")
+
+
 def adapters_are_served(v: Values) -> Problems:
     """Adapters need an engine without tensor parallelism, and a quantized base that the trainer multiplies by, too."""
     rank = v["lora.r"]
@@ -396,6 +405,7 @@ _CHECKS: tuple[Callable[[Values], Problems], ...] = (
     both_sides_sample_from_the_same_tokens,
     the_schedule_fits_the_run,
     fp16_is_unquantized,
+    bf16_masters_are_rounded,
     adapters_are_served,
 )
 
@@ -433,8 +443,9 @@ def _together(config: Config) -> Iterator[UserError]:
     actor = config.actor
     prompts = config.data.train_batch_size
     updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
-    if actor.loss == "reinforce" and updates != 1:
-        what = f"actor.loss=reinforce makes {updates} updates per step"
+    has_ratio = get_objective(actor.loss).has_ratio
+    if not has_ratio and updates != 1:
+        what = f"actor.loss={actor.loss} makes {updates} updates per step"
         why = (
             "it has no ratio to the policy that sampled, so every update after the first is biased"
         )
@@ -442,11 +453,7 @@ def _together(config: Config) -> Iterator[UserError]:
         yield UserError(what, where="actor.loss", why=why, fix=fix)
     from_rollout = actor.old_log_probs == "rollout"
     far = config.quant.align == "off" and config.quant.scheme in ("w4a16", "w4a8")
-    if (
-        far
-        and actor.loss != "reinforce"
-        and (from_rollout or config.rollout_correction.bypass_mode)
-    ):
+    if far and has_ratio and (from_rollout or config.rollout_correction.bypass_mode):
         yield UserError(
             "the ratio of the loss contains the mismatch of 4-bit rollouts",
             where="actor.old_log_probs" if from_rollout else "rollout_correction.bypass_mode",

@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from qarl.config.types import Fraction, Sane, Section, Unit
+from qarl.config.optimizers import optimizer_names
+from qarl.config.types import Fraction, OneOf, Sane, Section, Unit
 
 
 class OptimConfig(Section):
     """The optimizer and its schedule."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Annotated[str, OneOf(optimizer_names)] = "adamw"
     """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else. The paper uses Muon."""
 
     lr: Annotated[float, Sane(1e-9, 1e-2)] = Field(default=1e-6, ge=0)

@@ -285,6 +285,10 @@ class Config(Section):
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of data order, sampling and initialisation (32 bits)."""
 
+    plugins: list[PathText] = []
+    """Own schemes, kernels, optimizers and objectives: Python files (NAME.py) or modules that are imported before the
+    config is checked, in every process of the run (`qarl.plugins`; CONTRIBUTING.md has an example of each)."""
+
     backend: Literal["local", "verl"] = "local"
     """`local`: one process with vLLM inside, on a CPU or one GPU. `verl`: verl's PPO trainer, several GPUs or nodes."""
 

@@ -13,18 +13,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
-from qarl.config.actor import LOSSES, Level
+from qarl.config import objectives, optimizers
+from qarl.config.actor import Level
 from qarl.config.errors import Problem, show
 from qarl.config.read_config import COMMAND_LINE
-from qarl.tbpo.config import KEYS as TBPO_KEYS
 
 if TYPE_CHECKING:
     from qarl.config import Config
 
 _IS = "rollout_correction.rollout_is"
 _RS = "rollout_correction.rollout_rs"
-_ADVANTAGES = tuple(loss for loss in LOSSES if loss != "reinforce")
-_CLIPPED = ("grpo", "dual_clip", "gspo", "mis_gspo", "positive_only")
 
 
 @dataclass(frozen=True)
@@ -42,19 +40,38 @@ def _if(decider: str, values: tuple[Any, ...], *keys: str) -> Rule:
     return Rule(decider, lambda value: value in values, f"set {decider} to {text}", keys)
 
 
+def _if_read_by_objective(*keys: str) -> Rule:
+    """Return the rule of keys of the section actor that some objectives read, all of them or none."""
+    names = objectives.reading(keys[0])
+    fix = f"set actor.loss to {' or '.join(names)}"
+    qualified = tuple(f"actor.{key}" for key in keys)
+    return Rule("actor.loss", lambda loss: loss in objectives.reading(keys[0]), fix, qualified)
+
+
+def _has_advantages(loss: Any) -> bool:
+    names = objectives.objective_names()
+    return loss in names and not objectives.get_objective(loss).whitens_rewards
+
+
+_WITH_ADVANTAGES = [name for name in objectives.objective_names() if _has_advantages(name)]
 _SIZES = [f"actor.{kind}_micro_batch_size_per_gpu" for kind in ("ppo", "log_prob")]
 _TOKENS = [f"actor.{kind}_max_token_len_per_gpu" for kind in ("ppo", "log_prob")]
 RULES = (
-    _if("actor.loss", ("tbpo",), *(f"actor.{name}" for name in TBPO_KEYS)),
+    _if_read_by_objective(*objectives.TBPO.keys),
     _if("actor.positive_band", ("two_sided",), "actor.seq_clip_ratio_low"),
     _if("actor.band_scaling", ("length",), "actor.band_reference_length"),
-    _if("actor.loss", _CLIPPED, "actor.clip_ratio_low", "actor.clip_ratio_high"),
-    _if("actor.loss", ("dual_clip",), "actor.clip_ratio_c"),
-    _if("actor.loss", ("sapo",), "actor.tau_pos", "actor.tau_neg"),
-    _if("actor.loss", ("mis_gspo",), "actor.mis_imp_ratio_cap"),
+    _if_read_by_objective(*objectives.CLIP_KEYS),
+    _if_read_by_objective("clip_ratio_c"),
+    _if_read_by_objective("tau_pos", "tau_neg"),
+    _if_read_by_objective("mis_imp_ratio_cap"),
     _if("actor.use_kl_loss", (True,), "actor.kl_loss_coef"),
     _if("actor.old_log_probs", ("auto",), "actor.old_log_probs_sample"),
-    _if("optim.name", ("muon",), "optim.muon_lr", "optim.muon_momentum"),
+    Rule(
+        "optim.name",
+        lambda name: name in optimizers.reading("muon_lr"),
+        "set optim.name to muon",
+        ("optim.muon_lr", "optim.muon_momentum"),
+    ),
     _if("optim.lr_scheduler_type", ("cosine",), "optim.min_lr_ratio"),
     _if("actor.use_dynamic_bsz", (False,), *_SIZES),
     _if("actor.use_dynamic_bsz", (True,), *_TOKENS),
@@ -70,7 +87,12 @@ RULES = (
         f"set {_RS}",
         tuple(f"{_RS}_{name}" for name in ("threshold", "threshold_lower", "ratio")),
     ),
-    _if("actor.loss", _ADVANTAGES, "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"),
+    Rule(
+        "actor.loss",
+        _has_advantages,
+        f"set actor.loss to {' or '.join(_WITH_ADVANTAGES)}",
+        ("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"),
+    ),
     _if("algorithm.adv_estimator", ("grpo", "dr_grpo"), "algorithm.norm_adv_by_std_in_grpo"),
     _if("trainer.resume_mode", ("resume_path",), "trainer.resume_from_path"),
     _if("backend", ("verl",), "rollout.val_temperature"),

@@ -29,7 +29,7 @@ import torch
 
 from qarl.checkpoint.storage import write_json
 from qarl.config import Config
-from qarl.config.actor import SEQUENCE_LOSSES
+from qarl.config.objectives import get_objective
 from qarl.console import say
 from qarl.diagnose.arguments import CalibrateRequest
 from qarl.diagnose.diagnosis import compare, with_keys
@@ -67,11 +67,13 @@ class Rule:
 
     def refused_with(self, loss: str) -> bool:
         """Return whether the config refuses this correction with the objective `loss`."""
-        if self.key.startswith("actor."):
-            return loss != "tbpo"
+        objective = get_objective(loss)
+        section, _, key = self.key.partition(".")
+        if section == "actor":
+            return key not in objective.keys
         if "rollout_correction.rollout_is" in self.keys:
-            return loss in ("tbpo", "mis_gspo")
-        return self.of == "tokens" and loss in SEQUENCE_LOSSES
+            return objective.weights_mismatch
+        return self.of == "tokens" and objective.ratio_of_response
 
 
 def _k1(log_r: torch.Tensor) -> torch.Tensor:

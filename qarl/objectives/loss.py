@@ -45,28 +45,55 @@ Legend: B responses, T token positions.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import torch
 
 from qarl.config.actor import RolloutCorrectionConfig
+from qarl.config.objectives import get_objective
 from qarl.objectives import verl_functions
 from qarl.objectives.metrics import correction_statistics, loss_statistics
 from qarl.objectives.settings import Settings
 from qarl.tbpo import tbpo_loss
 
-_VERL_NAMES = {
-    "grpo": "vanilla",
-    "dual_clip": "vanilla",
-    "positive_only": "vanilla",
-    "gspo": "gspo",
-    "mis_gspo": "gspo",
-    "sapo": "sapo",
-    "reinforce": "reinforce",
-}
-
-
 SAFETY_BOUND = 20.0
 """verl's bound on log-ratios."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What an objective is computed from: a part of a mini-batch.
+
+    log_prob           [B, T]  log-probs of the policy being trained, the only ones with a gradient
+    old_log_prob       [B, T]  the trainer's log-probs before this step's updates
+    rollout_log_prob   [B, T]  the log-probs that the sampling engine reported
+    advantages         [B], or [B, T] constant over the tokens of a row
+    mask               [B, T]  bool, the tokens of responses
+    accepted           [B, T]  bool or 0/1, `mask` without rejected tokens
+    weight             [B, T]  the correction's weights for the whole batch, or None if the objective computes them
+    responses, tokens  numbers of non-empty responses and of their tokens in the whole mini-batch, before rejections
+    """
+
+    log_prob: torch.Tensor
+    old_log_prob: torch.Tensor
+    rollout_log_prob: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    accepted: torch.Tensor
+    weight: torch.Tensor | None
+    responses: int
+    tokens: int
+
+    @property
+    def token_advantages(self) -> torch.Tensor:
+        """FP32 [B, T], 0 outside of `accepted`."""
+        advantages = self.advantages.detach().float()
+        per_token = advantages if advantages.dim() == 2 else advantages[:, None]
+        return torch.where(self.accepted != 0, per_token, 0.0)
+
+
+Loss = tuple[torch.Tensor, dict[str, float]]
+"""An FP32 scalar, and statistics for `metrics.reduce_metrics`."""
 
 
 def objective_loss(
@@ -80,7 +107,7 @@ def objective_loss(
     weight: torch.Tensor | None = None,
     responses: int,
     tokens: int,
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> Loss:
     """Return the loss of a part of a mini-batch, an FP32 scalar, and statistics for `metrics.reduce_metrics`.
 
     Args:
@@ -101,71 +128,94 @@ def objective_loss(
     accepted = response_mask
     if correction.rejects:
         accepted = accepted_tokens(log_prob, old_log_prob, rollout_log_prob, mask, correction)
-    if settings.loss == "tbpo":
-        weight = None  # TBPO has its own
-        loss, statistics = tbpo_loss(
-            log_prob,
-            old_log_prob,
-            rollout_log_prob,
-            advantages,
-            accepted,
-            settings.tbpo,
-            global_batch_size=max(responses, 1),
-        )
-    else:
-        if settings.loss == "mis_gspo":
-            # Sequence-level MIS of "When Speed Kills Stability" (Liu et al. 2025, https://richardli.xyz/rl-collapse)
-            cap = settings.mis_imp_ratio_cap
-            mis = RolloutCorrectionConfig(
-                rollout_is="sequence", rollout_is_mode="mask", rollout_is_threshold=cap
-            )
-            weight = correction_weights(old_log_prob, rollout_log_prob, mask, mis)
-        elif weight is None:
-            weight = correction_weights(old_log_prob, rollout_log_prob, mask, correction)
-        log_probs = (log_prob, old_log_prob.detach(), rollout_log_prob.detach())
-        loss, statistics = _verl_loss(
-            log_probs, advantages, accepted != 0, settings, weight, (responses, tokens)
-        )
-    if correction.rejects or weight is not None:
-        statistics |= correction_statistics(mask, accepted != 0, weight)
+    inputs = LossInputs(
+        log_prob=log_prob,
+        old_log_prob=old_log_prob,
+        rollout_log_prob=rollout_log_prob,
+        advantages=advantages,
+        mask=mask,
+        accepted=accepted,
+        weight=weight,
+        responses=responses,
+        tokens=tokens,
+    )
+    compute = get_objective(settings.loss).load()
+    computed: Loss = compute(inputs, settings)
+    return computed
+
+
+def tbpo_objective(inputs: LossInputs, settings: Settings) -> Loss:
+    """Return TBPO's loss and statistics. It weights the mismatch itself."""
+    loss, statistics = tbpo_loss(
+        inputs.log_prob,
+        inputs.old_log_prob,
+        inputs.rollout_log_prob,
+        inputs.advantages,
+        inputs.accepted,
+        settings.tbpo,
+        global_batch_size=max(inputs.responses, 1),
+    )
+    if settings.correction.rejects:
+        statistics |= correction_statistics(inputs.mask, inputs.accepted != 0, None)
     return loss, statistics
 
 
-def _verl_loss(
-    log_probs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    advantages: torch.Tensor,
-    accepted: torch.Tensor,
-    settings: Settings,
-    weight: torch.Tensor | None,
-    whole: tuple[int, int],
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return the loss and the statistics of an objective that is verl's function. `accepted`: bool [B, T].
-
-    `log_probs`: new, old, rollout. verl's functions read every position, so those outside of `accepted` become 0."""
-    new, old, rollout = (torch.where(accepted, values, 0.0).float() for values in log_probs)
-    per_token = (
-        advantages.detach().float()
-        if advantages.dim() == 2
-        else advantages.detach().float()[:, None]
+def mis_gspo_objective(inputs: LossInputs, settings: Settings) -> Loss:
+    """Return GSPO's loss with sequence-level MIS of "When Speed Kills Stability" (Liu et al. 2025,
+    https://richardli.xyz/rl-collapse), and its statistics."""
+    mis = RolloutCorrectionConfig(
+        rollout_is="sequence",
+        rollout_is_mode="mask",
+        rollout_is_threshold=settings.mis_imp_ratio_cap,
     )
-    per_token = torch.where(accepted, per_token, 0.0)
-    against = rollout if settings.correction.bypass_mode else old
-    uses_ratio = settings.loss != "reinforce"
+    weight = correction_weights(inputs.old_log_prob, inputs.rollout_log_prob, inputs.mask, mis)
+    return verl_objective(replace(inputs, weight=weight), settings)
+
+
+def verl_objective(inputs: LossInputs, settings: Settings) -> Loss:
+    """Return the loss and the statistics of an objective that is verl's function.
+
+    verl's functions read every position, so those outside of `accepted` become 0."""
+    objective = settings.objective
+    accepted = inputs.accepted != 0
+    correction = settings.correction
+    weight = inputs.weight
+    if weight is None:
+        weight = correction_weights(
+            inputs.old_log_prob, inputs.rollout_log_prob, inputs.mask, correction
+        )
+    new = torch.where(accepted, inputs.log_prob, 0.0).float()
+    old = torch.where(accepted, inputs.old_log_prob.detach(), 0.0).float()
+    rollout = torch.where(accepted, inputs.rollout_log_prob.detach(), 0.0).float()
+    advantages = inputs.token_advantages
+    against = rollout if correction.bypass_mode else old
+    name_of_old = "old_log_prob" if objective.has_ratio else "rollout_log_prob"
+    assert objective.verl_function is not None
     loss, verl_metrics = verl_functions.policy_loss(
-        _VERL_NAMES[settings.loss],
+        objective.verl_function,
         settings,
-        responses=whole[0],
-        tokens=whole[1],
+        responses=inputs.responses,
+        tokens=inputs.tokens,
         log_prob=new,
-        advantages=per_token.clamp(min=0.0) if settings.loss == "positive_only" else per_token,
+        advantages=advantages.clamp(min=0.0) if objective.positive_only else advantages,
         response_mask=accepted,
         rollout_is_weights=weight,
-        **{"old_log_prob" if uses_ratio else "rollout_log_prob": against},
+        **{name_of_old: against},
     )
-    advantage = per_token.gather(1, accepted.int().argmax(dim=-1, keepdim=True)).squeeze(1)
+    first = accepted.int().argmax(dim=-1, keepdim=True)
+    advantage = advantages.gather(1, first).squeeze(1)
     statistics = loss_statistics(
-        new, old, against, rollout, advantage, accepted, verl_metrics, uses_ratio=uses_ratio
+        new,
+        old,
+        against,
+        rollout,
+        advantage,
+        accepted,
+        verl_metrics,
+        uses_ratio=objective.has_ratio,
     )
+    if correction.rejects or weight is not None:
+        statistics |= correction_statistics(inputs.mask, accepted, weight)
     return loss, statistics
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from qarl.config.actor import RolloutCorrectionConfig
+from qarl.config.objectives import TOKEN_CLIP
 from qarl.errors import UserError
-from qarl.objectives.settings import NO_DUAL_CLIP, SAME_IN_VERL, TOKEN_CLIP, Settings
+from qarl.objectives.settings import NO_DUAL_CLIP, SAME_IN_VERL, Settings
 
 _NEVER = 1e-30
 """A lower bound below every weight. verl's weights are at least e^-20 = 2e-9."""
@@ -58,7 +59,8 @@ def corrections() -> Any:
 
 def actor_config(settings: Settings) -> Any:
     """Return verl's `ActorConfig` with these settings. `global_batch_info` is set for each call of a loss."""
-    dual_clip = settings.clip_ratio_c if settings.loss == "dual_clip" else NO_DUAL_CLIP
+    reads_bound = "clip_ratio_c" in settings.objective.keys
+    dual_clip = settings.clip_ratio_c if reads_bound else NO_DUAL_CLIP
     keys = {name: getattr(settings, name) for name in (*SAME_IN_VERL, "loss_agg_mode")} | {
         "clip_ratio_c": dual_clip
     }

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from qarl.config import Config
+from qarl.config.objectives import get_objective
 from qarl.objectives import verl_functions
 
 EPSILON = 1e-6
@@ -31,11 +32,11 @@ def step_advantages(config: Config, rewards: torch.Tensor, lengths: Sequence[int
         grpo      GRPO's advantages
         dr_grpo   GRPO's without the division by the standard deviation (arXiv 2503.20783)
         rloo      verl's function
-    With actor.loss=reinforce, verl's function whitens rewards over the tokens of the batch instead.
+    If the objective whitens rewards (reinforce), verl's function does so over the tokens of the batch instead.
     """
     algorithm = config.algorithm
     group_ids = [i // config.rollout.n for i in range(len(lengths))]
-    if config.actor.loss == "reinforce":
+    if get_objective(config.actor.loss).whitens_rewards:
         return _verls("reinforce_plus_plus", rewards, group_ids, torch.tensor(lengths))
     if algorithm.adv_estimator == "rloo":
         return _verls("rloo", rewards, group_ids, torch.tensor(lengths))

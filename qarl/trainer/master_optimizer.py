@@ -9,8 +9,8 @@ nearest. At learning rates near 1e-6 nearly every update is lost. `optim.master_
 
 In both cases the gradients of all micro-batches are summed in FP32, because a sum in BF16 would lose small gradients.
 
-AdamW with FP32 masters is PyTorch's fused `torch.optim.AdamW`. Muon and BF16 masters use `qarl.optim.muon_adamw`, as in
-the verl backend.
+`qarl.config.optimizers` says what builds the optimizer of `optim.name`. AdamW with FP32 masters is PyTorch's fused
+`torch.optim.AdamW`. Muon and BF16 masters use `qarl.optim.muon_adamw`, as in the verl backend.
 
 As in verl, weight decay applies to every parameter, including norms and biases. Also as in verl, the schedule counts
 training steps from 0, so with a warmup the first step has learning rate 0. Unlike in verl, the cosine schedule stays at
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qarl.optim.muon_adamw import MuonAdamW
+from qarl.config.optimizers import get_optimizer
 
 if TYPE_CHECKING:
     from qarl.config import OptimConfig
@@ -77,11 +77,9 @@ class LossScale:
         return {"scale": self.scale, "good": self.good, "overflows": self.overflows}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.scale, self.good, self.overflows = (
-            state["scale"],
-            int(state["good"]),
-            int(state["overflows"]),
-        )
+        self.scale = state["scale"]
+        self.good = int(state["good"])
+        self.overflows = int(state["overflows"])
 
 
 def lr_scale(training_step: int, optim_config: OptimConfig, total_training_steps: int) -> float:
@@ -127,6 +125,7 @@ class MasterOptimizer:
         the losses need a factor, as in FP16 (`LossScale`).
         """
         self.config = optim_config
+        self.optimizer = get_optimizer(optim_config.name)
         self.total_training_steps = total_training_steps
         self.training_step = 0
         self.loss_scale = LossScale(active=scale_loss)
@@ -144,17 +143,17 @@ class MasterOptimizer:
 
     def _build_inner(self, seed: int) -> torch.optim.Optimizer:
         config = self.config
-        settings: dict[str, Any] = {
-            "lr": config.lr,
-            "betas": tuple(config.betas),
-            "eps": config.eps,
-            "weight_decay": config.weight_decay,
-        }
-        if config.name == "adamw" and self._keep_masters:
-            return torch.optim.AdamW(self._updated.values(), **settings, fused=True)
-        if config.name == "muon":
-            settings |= {"muon_lr": config.muon_lr, "muon_momentum": config.muon_momentum}
-        return MuonAdamW(self._updated.items(), **settings, seed=seed)
+        build = self.optimizer.load()
+        inner: torch.optim.Optimizer = build(
+            self._updated.items(),
+            lr=config.lr,
+            betas=tuple(config.betas),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            seed=seed,
+            **self.optimizer.own_settings(config),
+        )
+        return inner
 
     @property
     def lr(self) -> float:
@@ -162,9 +161,10 @@ class MasterOptimizer:
         return self.config.lr * self._scale
 
     @property
-    def muon_lr(self) -> float | None:
-        """Muon's current learning rate, in the unit of `qarl.optim.muon`. None if Muon is not used."""
-        return self.config.muon_lr * self._scale if self.config.name == "muon" else None
+    def other_rates(self) -> dict[str, float]:
+        """The current learning rates of other groups of parameters, by key, such as Muon's `muon_lr`."""
+        keys = self.optimizer.peak_rates.values()
+        return {key: getattr(self.config, key) * self._scale for key in keys}
 
     @property
     def _scale(self) -> float:
@@ -177,7 +177,7 @@ class MasterOptimizer:
 
     def _apply_schedule(self) -> None:
         for group in self._inner.param_groups:
-            group["lr"] = self.muon_lr if group.get("use_muon") else self.lr
+            group["lr"] = self.optimizer.peak_rate(self.config, group) * self._scale
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -229,9 +229,7 @@ class MasterOptimizer:
                 "actor/loss_scale": self.loss_scale.scale,
                 "actor/overflows": self.loss_scale.overflows,
             }
-        if self.muon_lr is not None:
-            metrics["actor/muon_lr"] = self.muon_lr
-        return metrics
+        return metrics | {f"actor/{key}": rate for key, rate in self.other_rates.items()}
 
     @torch.no_grad()
     def step(self) -> None:

@@ -11,11 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from qarl import plugins
 from qarl.align.router import replays
 from qarl.checks.model import applied_level
 from qarl.checks.model_folder import hf_config_or_carried
 from qarl.config import Config
 from qarl.config.lora import LoraConfig
+from qarl.config.objectives import get_objective
+from qarl.config.optimizers import get_optimizer
 from qarl.config.schema import BATCHED_TOKENS, sections
 from qarl.errors import UserError
 from qarl.lora.layers import adapted_leaves, target_linears
@@ -194,9 +197,8 @@ def algorithm_keys(config: Config) -> Keys:
     """
     algorithm = config.algorithm
     correction = config.rollout_correction
-    estimator = (
-        "reinforce_plus_plus" if config.actor.loss == "reinforce" else algorithm.adv_estimator
-    )
+    whitens = get_objective(config.actor.loss).whitens_rewards
+    estimator = "reinforce_plus_plus" if whitens else algorithm.adv_estimator
     keys: Keys = {
         "algorithm.adv_estimator": "grpo" if estimator == "dr_grpo" else estimator,
         "algorithm.norm_adv_by_std_in_grpo": estimator == "grpo"
@@ -211,9 +213,10 @@ def algorithm_keys(config: Config) -> Keys:
 
 
 def optim_keys(config: Config) -> Keys:
-    """Return the optimizer's keys. AdamW with FP32 masters is verl's default, `torch.optim.AdamW`. For Muon or BF16
-    masters, the engine builds `qarl.optim.muon_adamw.MuonAdamW`."""
+    """Return the optimizer's keys. AdamW with FP32 masters is verl's default, `torch.optim.AdamW`. Any other optimizer
+    is built by the engine with the factory that these keys name (`qarl.config.optimizers`)."""
     optim = config.optim
+    optimizer = get_optimizer(optim.name)
     root = "actor_rollout_ref.actor.optim"
     keys = {
         **same(
@@ -229,16 +232,14 @@ def optim_keys(config: Config) -> Keys:
         f"{root}.clip_grad": config.actor.grad_clip,
         f"{root}.override_optimizer_config": {"eps": optim.eps},
     }
-    if optim.name == "adamw" and optim.master_dtype == "fp32":
+    if optimizer.verl_builds_fp32 and optim.master_dtype == "fp32":
         return keys
-    muon = (
-        {"muon_lr": optim.muon_lr, "muon_momentum": optim.muon_momentum}
-        if optim.name == "muon"
-        else {}
-    )
-    keys |= {f"{root}.optimizer_impl": "qarl.optim.muon_adamw", f"{root}.optimizer": "MuonAdamW"}
+    module, _, function = optimizer.factory.partition(":")
+    arguments = {"eps": optim.eps, "seed": config.seed, **optimizer.own_settings(optim)}
     return keys | {
-        f"{root}.override_optimizer_config": {"eps": optim.eps, "seed": config.seed, **muon}
+        f"{root}.optimizer_impl": module,
+        f"{root}.optimizer": function,
+        f"{root}.override_optimizer_config": arguments,
     }
 
 
@@ -426,7 +427,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     variables = {name: os.environ.get(name, value) for name, value in defaults.items()}
     variables |= {
         name: os.environ[name]
-        for name in ("VERL_PLATFORM", "QARL_PUBLISH_TIMEOUT")
+        for name in ("VERL_PLATFORM", "QARL_PUBLISH_TIMEOUT", plugins.VARIABLE)
         if os.environ.get(name)
     }
     threads = config.trainer.num_threads or os.environ.get("OMP_NUM_THREADS")

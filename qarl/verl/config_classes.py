@@ -19,8 +19,9 @@ from verl.utils.device import get_device_name
 from verl.workers.config import FSDPEngineConfig, PolicyLossConfig
 
 from qarl.config import ActorConfig
-from qarl.config.actor import LOSSES, RolloutCorrectionConfig
+from qarl.config.actor import RolloutCorrectionConfig
 from qarl.config.errors import from_pydantic, show
+from qarl.config.objectives import objective_names
 from qarl.config.types import Section
 from qarl.errors import UserError
 from qarl.objectives.settings import SAME_IN_VERL, Settings
@@ -59,11 +60,12 @@ class QaRLPolicyLossConfig(_LossKeys):
         for name, info in _LOSS_KEYS.items():
             if getattr(self, name) is None:  # verl's dataclasses refuse a second assignment
                 object.__setattr__(self, name, info.default)
-        known = self.objective in LOSSES
+        names = objective_names()
+        known = self.objective in names
         ignored = self.loss_mode == "tbpo" and self.objective != "tbpo"
         key = ("actor_rollout_ref.actor.policy_loss.objective", self.objective)
         late = "it is ignored: +qarl=SCHEME sets tbpo, so write +qarl_loss=NAME after it"
-        unknown = (not known, *key, f"one of {', '.join(LOSSES)}", "it is unknown")
+        unknown = (not known, *key, f"one of {', '.join(names)}", "it is unknown")
         refuse([unknown, (ignored, *key, "tbpo, or loss_mode to qarl", late)])
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import wrapt
 
+from qarl.plugins import load_plugins_of_parent
+
 FOLLOWERS = {
     "verl.trainer.ppo.core_algos": "qarl.verl.loss",
     "verl.workers.engine": "qarl.verl.fsdp_engine",
@@ -39,6 +41,14 @@ def import_quietly(name: str) -> None:
         )
 
 
+def register_plugins() -> None:
+    """Import the plugins of the run that started this process, without which a config would not know their names."""
+    try:
+        load_plugins_of_parent()
+    except Exception:
+        _log.error("QaRL could not import the plugins of this run", exc_info=True)
+
+
 def register_cpu() -> None:
     """Register the CPU platform, if it is chosen. A second call has no effect."""
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
@@ -50,6 +60,7 @@ def _follow(module: Any) -> None:
 
 
 register_cpu()
+register_plugins()
 for name in FOLLOWERS:
     wrapt.register_post_import_hook(
         _follow, name

@@ -41,10 +41,10 @@ from qarl.align.cpu_attention import uses_engine_attention
 from qarl.align.families import check_rows
 from qarl.align.packed_attention import use_rows_attention
 from qarl.align.router import replays
+from qarl.config.optimizers import Optimizer, built_by
 from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, check_mismatch
 from qarl.optim.muon import shard_axis
-from qarl.optim.muon_adamw import MuonAdamW
 from qarl.quant.convert import quantize_model
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
 from qarl.quant.meta_model import check_buffers, restore_buffers
@@ -73,8 +73,6 @@ _NO_LOGIT = -1e30
 BF16_LIMIT = DEFAULT_LIMITS["linears"]
 """The limit of an actor without `fsdp_config.quant`: both sides use the same BF16 weights."""
 BF16_SOURCE = "that is allowed by default (+qarl=bf16 adds the key quant.mismatch_limit, which sets the limit)"
-OPTIMIZER = {"optimizer_impl": MuonAdamW.__module__, "optimizer": MuonAdamW.__name__}
-"""Values of verl's keys under `actor_rollout_ref.actor.optim` that choose QaRL's optimizer."""
 
 
 class QaRLFSDPEngine(FSDPEngineWithLMHead):
@@ -187,10 +185,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return module
 
     def _build_optimizer(self, module: Any) -> Any:
-        if all(
-            getattr(self.optimizer_config, key, None) == value for key, value in OPTIMIZER.items()
-        ):
-            return build_optimizer(module, self.optimizer_config)
+        chosen = chosen_optimizer(self.optimizer_config)
+        if chosen is not None:
+            return build_optimizer(module, self.optimizer_config, chosen)
         if self.adapters is not None:
             return verls_optimizer(
                 [p for p in module.parameters() if p.requires_grad], self.optimizer_config
@@ -316,9 +313,11 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             )
             metrics["mismatch/over_limit"] = float(over)
         metrics["skipped_steps"] = float(step.skipped)
-        for group in self.optimizer.param_groups:
-            if group.get("use_muon"):
-                metrics["muon_lr"] = group["lr"]  # in the unit of `qarl.optim.muon`
+        chosen = chosen_optimizer(self.optimizer_config)
+        for flag, key in chosen.peak_rates.items() if chosen else ():
+            for group in self.optimizer.param_groups:
+                if group.get(flag):
+                    metrics[key] = group["lr"]
         sender = self.adapters or self._outbox
         return metrics | (sender.metrics() if sender else {})
 
@@ -427,11 +426,19 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         )
 
 
-def build_optimizer(module: torch.nn.Module, config: Any) -> MuonAdamW:
-    """Return QaRL's optimizer for the parameters of an FSDP2 module. verl would pass them without their names, which
-    decide which parameters Muon updates. verl's own code saves, loads and offloads the state.
+def chosen_optimizer(config: Any) -> Optimizer | None:
+    """Return the optimizer that verl's keys under `actor_rollout_ref.actor.optim` name, or None for one of verl's."""
+    module = getattr(config, "optimizer_impl", None)
+    return built_by(f"{module}:{getattr(config, 'optimizer', None)}")
 
-    `config`: verl's FSDPOptimizerConfig, with MuonAdamW's other arguments in `override_optimizer_config`. Raise
+
+def build_optimizer(
+    module: torch.nn.Module, config: Any, optimizer: Optimizer
+) -> torch.optim.Optimizer:
+    """Return `optimizer` for the parameters of an FSDP2 module. verl would pass them without their names, which decide
+    which parameters Muon updates. verl's own code saves, loads and offloads the state.
+
+    `config`: verl's FSDPOptimizerConfig, with the factory's other arguments in `override_optimizer_config`. Raise
     UserError if a parameter is sharded twice.
     """
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -439,8 +446,14 @@ def build_optimizer(module: torch.nn.Module, config: Any) -> MuonAdamW:
         shard_axis(parameter)  # raises for placements that the optimizer does not support
         if parameter.dtype != torch.float32:
             parameter.register_post_accumulate_grad_hook(_sum_in_fp32)
-    settings = {"lr": config.lr, "betas": tuple(config.betas), "weight_decay": config.weight_decay}
-    return MuonAdamW(named, **settings, **(config.override_optimizer_config or {}))
+    built: torch.optim.Optimizer = optimizer.load()(
+        named,
+        lr=config.lr,
+        betas=tuple(config.betas),
+        weight_decay=config.weight_decay,
+        **(config.override_optimizer_config or {}),
+    )
+    return built
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from verl.trainer.ppo.core_algos import register_policy_loss
 
+from qarl.config.objectives import get_objective
 from qarl.objectives.loss import objective_loss
 from qarl.verl.checks import ACTOR
 from qarl.verl.config_classes import actor_settings
@@ -70,7 +71,8 @@ def refuse_hidden_mismatch(
     `relies`: the value of `RELIES`. `all_equal`: whether both are equal on every token. `asked`: whether verl has asked
     for the trainer's log-probs since the last step."""
     tbpo = loss_mode(loss_function) == "tbpo"
-    weights = tbpo or getattr(_policy_loss(loss_function), "objective", None) == "mis_gspo"
+    named = getattr(_policy_loss(loss_function), "objective", None)
+    weights = tbpo or (named is not None and get_objective(named).weights_mismatch)
     source = f"{ACTOR}.fsdp_config.quant.old_log_probs"
     bypass = "algorithm.rollout_correction.bypass_mode"
     hidden = "the objective weights the mismatch, and the weight of every response would be 1"

@@ -98,9 +98,10 @@ def count(files: Iterable[Path]) -> Density:
 
 def _tokens(source: str, tree: ast.Module) -> Iterator[tuple[int, int]]:
     """Yield line and column of each token that counts."""
-    text = {(node.lineno, node.col_offset) for node in ast.walk(tree) if _is_text(node)}
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and _is_text(node)]
+    starts = {(node.lineno, node.col_offset) for node in texts}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _LAYOUT and token.start not in text:
+        if token.type not in _LAYOUT and token.start not in starts:
             yield token.start
 
 

@@ -21,7 +21,7 @@ MOST_LINES = 530
 LAYERS = (
     ("errors", "lazy"),
     ("command_line",),
-    ("process", "console", "vllm_versions", "schemes"),
+    ("process", "console", "vllm_versions", "schemes", "plugins"),
     ("tbpo",),
     ("config", "kernels"),
     ("data", "objectives", "quant", "optim"),

@@ -28,6 +28,7 @@ from contextlib import suppress
 from typing import Any
 
 from qarl.errors import UserError
+from qarl.plugins import load_plugins_of_parent
 from qarl.vllm_versions import transfer_factories
 
 ENTRY_POINT = "qarl"
@@ -48,6 +49,8 @@ def register() -> None:
     never raises, because an unsupported version of vLLM can still serve dense models."""
     from vllm.platforms import current_platform
 
+    with suppress(UserError):  # the process of the trainer has raised it already
+        load_plugins_of_parent()
     for factory, name in zip(transfer_factories(), _TRANSFER_CLASSES, strict=False):
         with suppress(ValueError):  # registered already
             factory.register_engine(ENTRY_POINT, _TRANSFER_MODULE, name)

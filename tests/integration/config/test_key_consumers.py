@@ -225,6 +225,7 @@ BESIDE_VERL = {
     "verl": "qarl/verl/run.py",
     "backend": "qarl/train.py",
     "dry_run": "qarl/train.py",
+    "plugins": "qarl/config/__init__.py",
     "reward.check_ground_truths": "qarl/checks/registry.py",
     "trainer.num_threads": "qarl/verl/config.py",
     "trainer.logger": "qarl/verl/run.py",

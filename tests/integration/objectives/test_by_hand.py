@@ -14,7 +14,8 @@ import pytest
 import torch
 from objective_cases import rejected, run_config, weighted
 
-from qarl.config.actor import LOSSES, REJECTIONS
+from qarl.config.actor import REJECTIONS
+from qarl.config.objectives import objective_names
 from qarl.objectives.loss import correction_weights, objective_loss
 from qarl.objectives.settings import objective_settings
 
@@ -161,7 +162,7 @@ def test_one_response(loss, keys, advantage, r, r_corr, expected, gradient):
 
 def test_the_table_has_every_objective_with_both_signs():
     assert {(row[0], row[2] > 0) for row in OBJECTIVES} == {
-        (loss, sign) for loss in LOSSES for sign in (True, False)
+        (loss, sign) for loss in objective_names() for sign in (True, False)
     }
 
 
@@ -317,7 +318,7 @@ def test_dr_grpo_divides_the_sum_by_the_longest_response_that_is_allowed():
     assert value == pytest.approx(AVERAGES["seq-mean-token-sum-norm"][0], rel=2e-6)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", objective_names())
 def test_a_rejected_response_stays_in_the_denominator(loss):
     """Two responses of which one is rejected: the other's gradient is that of a mini-batch of two."""
     advantages, ratios = [1.0, 1.0], [[1.0, 1.0], [1.0, 1.0]]

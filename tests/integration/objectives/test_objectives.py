@@ -8,7 +8,7 @@ from objective_cases import CORRECTIONS, LOSS_KEYS, B, call, parts, random_rows,
 from papers_losses import paper_loss, resolved_keys
 
 from qarl.config import ConfigError
-from qarl.config.actor import LOSSES
+from qarl.config.objectives import objective_names
 from qarl.objectives.loss import accepted_tokens, correction_weights
 from qarl.objectives.metrics import reduce_metrics
 from qarl.objectives.settings import objective_settings
@@ -31,7 +31,7 @@ def rows() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", objective_names())
 def test_equals_the_papers_formula(rows, loss, correction):
     if correction.startswith(REFUSED.get(loss, ("\0",))):
         with pytest.raises(ConfigError, match="rollout_correction"):
@@ -107,8 +107,8 @@ def test_the_share_that_is_rejected_is_reported(rows):
 @pytest.mark.parametrize(
     ("loss", "bypass"),
     [
-        *((loss, False) for loss in LOSSES),
-        *((loss, True) for loss in LOSSES if loss not in NO_BYPASS),
+        *((loss, False) for loss in objective_names()),
+        *((loss, True) for loss in objective_names() if loss not in NO_BYPASS),
     ],
 )
 def test_the_size_of_an_update_is_to_the_old_policy_whatever_the_ratio(rows, loss, bypass):
@@ -137,7 +137,7 @@ def test_values_outside_the_mask_do_not_count(rows):
     spoilt = {name: tensor.clone() for name, tensor in rows.items()}
     for name in ("log_prob", "old_log_prob", "rollout_log_prob"):
         spoilt[name][~rows["response_mask"]] = float("nan")
-    for loss in LOSSES:
+    for loss in objective_names():
         correction = {} if loss in ("tbpo", "mis_gspo") else CORRECTIONS["weight_token_truncate"]
         config = run_config(loss, correction | CORRECTIONS["rs_seq_sum_k3"])
         loss_1, gradient_1, _ = call(rows, config, parts(2))

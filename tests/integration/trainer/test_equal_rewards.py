@@ -10,7 +10,7 @@ from engine_helpers import config
 from random_models import save_random_model
 from updating_trainer import updating_trainer
 
-from qarl.config.actor import LOSSES
+from qarl.config.objectives import objective_names
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.advantages import step_advantages
 from qarl.trainer.batch import make_batch
@@ -22,7 +22,7 @@ SIZES = (
     "quant.align=linears",
 )  # fmt: skip
 CHOICES = {
-    **{loss: [f"actor.loss={loss}"] for loss in LOSSES if loss != "tbpo"},
+    **{loss: [f"actor.loss={loss}"] for loss in objective_names() if loss != "tbpo"},
     "tbpo": [],
     "rloo": ["algorithm.adv_estimator=rloo"],
     "dr_grpo": ["actor.loss=grpo", "algorithm.adv_estimator=dr_grpo"],

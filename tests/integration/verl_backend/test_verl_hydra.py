@@ -17,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import PolicyLossConfig
 
-from qarl.config.actor import LOSSES, RolloutCorrectionConfig
+from qarl.config.actor import RolloutCorrectionConfig
+from qarl.config.objectives import objective_names
 from qarl.errors import UserError
 from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.objectives.settings import objective_settings
@@ -126,7 +127,7 @@ def test_the_machine_may_be_named_before_or_after_the_scheme(scheme):
     )
 
 
-@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "tbpo"])
+@pytest.mark.parametrize("loss", [name for name in objective_names() if name != "tbpo"])
 def test_the_group_of_a_loss_says_what_the_mapping_says(loss):
     group = composed("+qarl=w4a16", f"+qarl_loss={loss}")
     ours = quickstart(**{"actor.loss": loss})

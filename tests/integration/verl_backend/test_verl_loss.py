@@ -13,7 +13,7 @@ from papers_losses import paper_loss, resolved_keys
 from torch.utils._pytree import tree_leaves
 
 from qarl.config import Config, ConfigError
-from qarl.config.actor import LOSSES
+from qarl.config.objectives import objective_names
 from qarl.errors import UserError
 from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.step_metrics import mismatch_metrics
@@ -206,7 +206,7 @@ def through_verl(
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", objective_names())
 def test_equals_the_papers_formula(loss: str, correction: str) -> None:
     for keys in LOSS_KEYS[loss]:
         try:

@@ -12,7 +12,7 @@ import torch
 from objective_cases import run_config
 
 from qarl.config import ConfigError
-from qarl.config.actor import LOSSES
+from qarl.config.objectives import objective_names
 from qarl.diagnose.arguments import calibrate_request
 from qarl.diagnose.calibrate import (
     RULES,
@@ -73,7 +73,7 @@ def test_statistics_by_hand(rule):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", objective_names())
 def test_the_keys_are_the_configs_and_what_it_refuses_is_said(rule, loss):
     keys = dict(rule.keys) | {rule.key: 1.5}
     correction = {

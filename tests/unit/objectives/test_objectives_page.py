@@ -12,7 +12,6 @@ from objective_cases import run_config
 
 from qarl.config import ConfigError
 from qarl.config.actor import (
-    LOSSES,
     REJECTIONS,
     AdvEstimator,
     Level,
@@ -20,6 +19,7 @@ from qarl.config.actor import (
     RolloutCorrectionConfig,
     WeightMode,
 )
+from qarl.config.objectives import objective_names
 
 PAGE = (ROOT / "docs/objectives.md").read_text(encoding="utf-8")
 
@@ -35,7 +35,7 @@ def named(heading: str) -> set[str]:
 @pytest.mark.parametrize(
     ("heading", "values"),
     [
-        ("Objectives", LOSSES),
+        ("Objectives", objective_names()),
         ("Averages", get_args(LossAggMode)),
         ("Advantages", get_args(AdvEstimator)),
         ("Weights", (*get_args(Level), *get_args(WeightMode))),

@@ -1,0 +1,88 @@
+"""Own schemes, kernels, optimizers and objectives: files and modules that a run imports before it reads its config.
+
+    plugins: [my_scheme.py, my_package.objective]
+
+Such a module registers what it adds when it is imported (`qarl.schemes.register`, `qarl.kernels.registry.register`,
+`qarl.config.optimizers.register`, `qarl.config.objectives.register`). Their names are then values of the config like
+QaRL's own. CONTRIBUTING.md has an example of each.
+
+Every process of a run imports the same modules: the config names them, and the environment variable `QARL_PLUGINS`
+carries them, with absolute paths, to the processes that never read the config, such as verl's workers and vLLM's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from qarl.errors import UserError
+
+VARIABLE = "QARL_PLUGINS"
+_SEPARATOR = os.pathsep
+
+
+def load_plugins(names: Sequence[str]) -> None:
+    """Import files (NAME.py) and modules (dotted names), and name them to the processes that this one starts.
+
+    A plugin that is loaded already is left alone. Raise UserError if one cannot be imported."""
+    loaded = [name for name in os.environ.get(VARIABLE, "").split(_SEPARATOR) if name]
+    for name in names:
+        plugin = os.path.abspath(os.path.expanduser(name)) if name.endswith(".py") else name
+        _load(plugin)
+        if plugin not in loaded:
+            loaded.append(plugin)
+    if loaded:
+        os.environ[VARIABLE] = _SEPARATOR.join(loaded)
+
+
+def load_plugins_of_parent() -> None:
+    """Import the plugins of the process that started this one."""
+    load_plugins([])
+    for plugin in os.environ.get(VARIABLE, "").split(_SEPARATOR):
+        if plugin:
+            _load(plugin)
+
+
+def _load(plugin: str) -> None:
+    try:
+        if plugin.endswith(".py"):
+            _load_file(Path(plugin))
+        else:
+            importlib.import_module(plugin)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"the plugin {plugin} cannot be imported",
+            where="plugins",
+            why=f"{type(error).__name__}: {error}",
+            fix="give files that end in .py, or modules that this Python environment can import",
+        ) from error
+
+
+def _load_file(path: Path) -> None:
+    """Import a file as a module of its own name, once."""
+    name = f"qarl_plugin_{path.stem}"
+    known = sys.modules.get(name)
+    if known is not None and known.__file__ == str(path):
+        return
+    if known is not None:
+        raise UserError(
+            f"two plugins are files called {path.name}",
+            where="plugins",
+            why=f"{known.__file__} is loaded already",
+            fix="rename one of them",
+        )
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise

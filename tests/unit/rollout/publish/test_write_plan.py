@@ -166,6 +166,9 @@ class ColumnParallelLinear(Layer): ...
 class MergedColumnParallelLinear(Layer): ...
 
 
+class QKVParallelLinear(Layer): ...
+
+
 class StripedLinear(ColumnParallelLinear):
     """A class of vLLM that we do not know."""
 
@@ -197,6 +200,21 @@ def test_a_matrix_that_is_fused_in_the_checkpoint_is_reloaded() -> None:
     layer = MergedColumnParallelLinear(output_partition_sizes=[1, 1])
     assert plan_of(layer, torch.zeros(4, 4)).by_owner["one"].writer is None
     assert cut_of(layer, 2) is not None
+
+
+@pytest.mark.parametrize(("rank", "head"), [(0, 0), (1, 0), (2, 1), (3, 1)])
+def test_neighbouring_workers_share_a_key_value_head(rank: int, head: int) -> None:
+    """Eight heads of q and two of k and v, of one row each, over four workers: two heads of q each."""
+    sizes = {"output_partition_sizes": [2, 1, 1], "num_kv_head_replicas": 2}
+    layer = QKVParallelLinear(tp_size=4, tp_rank=rank, **sizes)
+    q, k, v = torch.arange(8), torch.arange(10, 12), torch.arange(20, 22)
+    cut = cut_of(layer, 3)
+    assert cut is not None
+    rows = [
+        part["weight"].flatten().tolist()
+        for part in cut(layer, [{"weight": x[:, None]} for x in (q, k, v)])
+    ]
+    assert rows == [[2 * rank, 2 * rank + 1], [10 + head], [20 + head]]
 
 
 def test_w8a8_layers_that_would_be_reloaded_are_refused_by_name() -> None:

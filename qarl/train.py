@@ -33,15 +33,15 @@ _STARTED = time.perf_counter()
 
 def _main(argv: list[str]) -> int:
     from qarl.checks.bands import narrow_bands
-    from qarl.config import load_config, unused_keys
-    from qarl.config.checks import unusual_values
+    from qarl.config import load_config
+    from qarl.config.hints import unread_paper_keys, unusual_values
     from qarl.process import limit_threads
 
     config = load_config(argv)
     narrow = narrow_bands(config)
     for warning in [*unusual_values(config), *([narrow] if narrow else [])]:
         say(f"warning: {warning}")
-    for text in unused_keys.notes(config):
+    for text in unread_paper_keys(config):
         note(text)
     if config.dry_run:
         dry_run(config)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from qarl.bench.kernels import Arguments
+from qarl.bench.kernel_arguments import Arguments
 from qarl.kernels import experts as grouped
 from qarl.kernels.base import ExpertsKernel, ExpertsShape, LinearKernel, Tensors
 from qarl.kernels.cuda.vllm_linears import VllmMarlinLinear

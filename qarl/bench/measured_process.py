@@ -30,7 +30,7 @@ from torch import nn
 from transformers.utils import logging
 
 from qarl.bench.model import run_config
-from qarl.bench.steps import Arguments, Case
+from qarl.bench.step_arguments import Arguments, Case
 from qarl.checks.layers import FUSED_LAYERS
 from qarl.checks.model_folder import load_tokenizer
 from qarl.config import Config

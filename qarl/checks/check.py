@@ -29,7 +29,7 @@ from qarl.data.prompts import (
     prompt_options,
 )
 from qarl.data.reward_workers import Reward
-from qarl.data.rewards import find_reward
+from qarl.data.scoring import find_reward
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.registry import Choice, choose_experts_kernel, choose_linear_kernel

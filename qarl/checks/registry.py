@@ -46,7 +46,8 @@ from qarl.data.dated_template import fixed_date, written_dates
 from qarl.data.ground_truths import SECONDS, judge, refusal
 from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary
 from qarl.data.reward_workers import Reward
-from qarl.data.rewards import BUILTIN, score_responses
+from qarl.data.rewards import BUILTIN
+from qarl.data.scoring import score_responses
 from qarl.errors import UserError
 from qarl.kernels.cpu import layer_ops
 from qarl.kernels.registry import kernels_of

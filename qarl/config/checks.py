@@ -1,13 +1,9 @@
-"""Find keys that are each valid but do not fit together, and values that are probably mistakes.
+"""Find keys that are each valid but do not fit together.
 
 The checks read a flat dict of dotted keys, not a `Config`. So they can also check the valid keys of an invalid config,
 and one error reports all problems. A check ends at the first key that is missing because its value is invalid. If a
 different key is invalid, the values are raw: a key that should be a list may be a single value. Keys that have no
-effect are in `qarl.config.unused_keys`.
-
-The types in `qarl.config` refuse values that cannot work. `Sane`, beside a key's type, finds values that work but are
-almost certainly mistakes, such as a learning rate of 4096. The bounds are wide, so every reasonable run is within them.
-`unusual_values` reports the others when a run starts, in a dry run and in the doctor.
+effect are in `qarl.config.unused_keys`, and values that are probably mistakes in `qarl.config.hints`.
 """
 
 from __future__ import annotations
@@ -16,18 +12,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from qarl.config.errors import Problem, show
+from qarl.config.errors import Problem
 from qarl.config.ignored_layers import is_ignored
 from qarl.config.objectives import get_objective
 from qarl.config.optimizers import get_optimizer
-from qarl.config.types import Sane, Section
 from qarl.config.unused_keys import STEPS, WARMUP, warmup_exceeds
-from qarl.errors import UserError
-
-if TYPE_CHECKING:
-    from qarl.config import Config
 
 Values = Mapping[str, Any]
 Problems = Iterator[Problem]
@@ -412,51 +403,3 @@ _CHECKS: tuple[Callable[[Values], Problems], ...] = (
 
 def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def unusual_values(config: Config) -> list[UserError]:
-    """Return values of `config` that are outside their bounds, and combinations of values that make no sense."""
-    return [*_outside(config), *_together(config)]
-
-
-def _outside(section: Any, prefix: str = "") -> Iterator[UserError]:
-    for name, info in type(section).model_fields.items():
-        key = f"{prefix}{name}"
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from _outside(value, f"{key}.")
-            continue
-        for sane in info.metadata:
-            if not isinstance(sane, Sane) or value is None or sane.low <= value <= sane.high:
-                continue
-            limit, side = (sane.low, "below") if value < sane.low else (sane.high, "above")
-            yield UserError(
-                f"{key}={show(value)} is {side} {show(limit)}",
-                where=key,
-                why="no usual run has such a value, so it is probably a mistake",
-                fix=f"choose {show(sane.low)} to {show(sane.high)}, unless this is what you want",
-            )
-
-
-def _together(config: Config) -> Iterator[UserError]:
-    """Yield combinations of values that make no sense. docs/ablations.md has the eight runs of the last one."""
-    actor = config.actor
-    prompts = config.data.train_batch_size
-    updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
-    has_ratio = get_objective(actor.loss).has_ratio
-    if not has_ratio and updates != 1:
-        what = f"actor.loss={actor.loss} makes {updates} updates per step"
-        why = (
-            "it has no ratio to the policy that sampled, so every update after the first is biased"
-        )
-        fix = f"set actor.ppo_mini_batch_size={prompts} and actor.ppo_epochs=1"
-        yield UserError(what, where="actor.loss", why=why, fix=fix)
-    from_rollout = actor.old_log_probs == "rollout"
-    far = config.quant.align == "off" and config.quant.scheme in ("w4a16", "w4a8")
-    if far and has_ratio and (from_rollout or config.rollout_correction.bypass_mode):
-        yield UserError(
-            "the ratio of the loss contains the mismatch of 4-bit rollouts",
-            where="actor.old_log_probs" if from_rollout else "rollout_correction.bypass_mode",
-            why="it is far from 1 on some tokens before any update; in W4A16 eight of eight runs with GRPO collapsed",
-            fix="set quant.align=model, or actor.old_log_probs=recompute without bypass_mode",
-        )

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from qarl.config import objectives, optimizers
 from qarl.config.actor import Level
 from qarl.config.errors import Problem, show
 from qarl.config.read_config import COMMAND_LINE
-
-if TYPE_CHECKING:
-    from qarl.config import Config
 
 _IS = "rollout_correction.rollout_is"
 _RS = "rollout_correction.rollout_rs"
@@ -102,27 +99,6 @@ RULES = (
 
 STEPS = "trainer.total_training_steps"
 WARMUP = "optim.lr_warmup_steps"
-IN_THE_PAPER = ("actor.seq_clip_ratio_low",)
-"""Keys that the table of the paper's appendix B gives a value, which is their default, and that no default run reads.
-So a file with the paper's values may list them."""
-
-
-def notes(config: Config) -> list[str]:
-    """Return a sentence for each key of `IN_THE_PAPER` that was given, and has no effect."""
-    sentences = []
-    for key in IN_THE_PAPER:
-        section, _, leaf = key.partition(".")
-        if leaf not in getattr(config, section).model_fields_set:
-            continue
-        for rule in (rule for rule in RULES if key in rule.keys):
-            of_rule, _, decider = rule.decider.partition(".")
-            value = getattr(getattr(config, of_rule), decider)
-            if not rule.reads(value):
-                sentences.append(
-                    f"{key} has no effect with {rule.decider}={value}; {rule.fix} to give it one"
-                )
-                break
-    return sentences
 
 
 def warmup_exceeds(values: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from qarl.data.answer_forms import stated_truth
 from qarl.data.prompts import Prompt
 from qarl.data.reward_workers import Reward
-from qarl.data.rewards import score_responses
+from qarl.data.scoring import score_responses
 from qarl.errors import UserError, shortened
 
 ROWS = 64

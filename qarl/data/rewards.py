@@ -1,4 +1,4 @@
-"""Call, find and check reward functions, both built-in ones and the user's.
+"""Reward functions by name: the built-in ones, and the user's.
 
 A reward function has the signature of verl's custom rewards, so one function works with every backend:
 
@@ -7,11 +7,8 @@ A reward function has the signature of verl's custom rewards, so one function wo
 It may also return a dict with the number under "score". As in verl, the arguments are passed by keyword.
 
 The config names the function as `arithmetic`, `math_verify`, `package.module:function` or `path/to/file.py:function`.
-It runs in worker processes (`qarl.data.reward_workers`), which load it by `get_reward_fn`.
-
-If the function raises, calls `sys.exit`, does not return a finite number or takes longer than `reward.timeout_s`, the
-run stops with an error that names the row. If an exception scored 0 instead, the model would learn to avoid the bug. If
-a timeout scored 0, the rewards would depend on how busy the machine is.
+It runs in worker processes (`qarl.data.reward_workers`), which load it by `get_reward_fn`; `qarl.data.scoring`
+calls it.
 """
 
 from __future__ import annotations
@@ -20,18 +17,14 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qarl.data.answer_forms import as_latex, last_number, number_of_truth, stated_truth, states
-from qarl.data.reward_outcomes import ASYNC, Outcome, Scored
-from qarl.data.reward_workers import InProcessReward, Reward, WorkerReward
-from qarl.errors import UserError, shortened
-
-if TYPE_CHECKING:
-    from qarl.data.prompts import Prompt
+from qarl.data.reward_outcomes import ASYNC
+from qarl.errors import UserError
 
 RewardFn = Callable[..., Any]
 
@@ -73,16 +66,6 @@ def math_verify_within(seconds: int, solution_str: str, ground_truth: str) -> fl
 BUILTIN: dict[str, RewardFn] = {"arithmetic": arithmetic, "math_verify": math_verify}
 IN_PROCESS = ("arithmetic",)
 """Built-in functions that need no worker process: they depend on their arguments alone, and always end soon."""
-
-
-def find_reward(spec: str, workers: int = 1, folder: str | None = None) -> Reward:
-    """Return the reward that `spec` names (`reward.function`). Its function is loaded in its first worker process.
-
-    `workers`: most worker processes (`reward.workers`). `folder`: the folder that they work in; None: the current one.
-    """
-    if spec in IN_PROCESS:
-        return InProcessReward(spec, BUILTIN[spec])
-    return WorkerReward(spec, workers, folder)
 
 
 def get_reward_fn(spec: str) -> RewardFn:
@@ -132,62 +115,6 @@ def load_module(source: str, where: str = "reward.function") -> ModuleType:
             why=f"{type(error).__name__}: {error}",
             fix="correct the file, or its path from the folder that the run starts in; or install the package",
         ) from error
-
-
-def score_responses(
-    reward: Reward, prompts: Sequence[Prompt], responses: Sequence[str], *, timeout_s: float | None = None
-) -> list[float]:
-    """Return the score of each `responses[i]`, an answer to `prompts[i]`.
-
-    `timeout_s`: time limit per response, in seconds; None means no limit.
-
-    Raises:
-        UserError: the function cannot be loaded, raised an exception, took longer than `timeout_s`, or did not return a
-            finite number (alone or under "score"). It names the first such row.
-    """
-    rows = [reward_arguments(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-    return score_rows(reward, rows, [f"row {prompt.index}, " for prompt in prompts], timeout_s=timeout_s)
-
-
-def score_rows(
-    reward: Reward, rows: Sequence[Mapping[str, Any]], places: Sequence[str], *, timeout_s: float | None
-) -> list[float]:
-    """Do the same as `score_responses` with the arguments of each call. `places`: a text for each, for errors."""
-    futures = [reward.submit(row, timeout_s) for row in rows]
-    scores = []
-    try:
-        for row, place, future in zip(rows, places, futures, strict=True):
-            outcome = future.result()
-            scores.append(scored(reward.name, outcome, row, where=place).score)
-    except BaseException:
-        reward.stop()
-        raise
-    return scores
-
-
-def reward_arguments(prompt: Prompt, response: str) -> dict[str, Any]:
-    """Return the four arguments of a reward function."""
-    return {
-        "data_source": prompt.data_source,
-        "solution_str": response,
-        "ground_truth": prompt.ground_truth,
-        "extra_info": prompt.extra_info,
-    }
-
-
-def scored(name: str, outcome: Outcome, arguments: Mapping[str, Any], *, where: str = "") -> Scored:
-    """Return `outcome` if it is a score. Otherwise raise UserError, which names the row.
-
-    `name`: of the function. `arguments`: those of the call. `where`: text to show before the data source.
-    """
-    if isinstance(outcome, Scored):
-        return outcome
-    raise UserError(
-        f"the reward function {name} {outcome.what}",
-        where=f"{where}data_source {arguments['data_source']!r}",
-        why=f"{outcome.why} (response: {shortened(arguments['solution_str'])})",
-        fix=outcome.fix,
-    )
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -36,8 +36,8 @@ from qarl.checks.machine import Machine
 from qarl.checks.memory import checkpoint_bytes, readable
 from qarl.checks.memory_parts import ranks
 from qarl.checks.model_size import ModelSize
-from qarl.config import Config, unused_keys
-from qarl.config.checks import unusual_values
+from qarl.config import Config
+from qarl.config.hints import unread_paper_keys, unusual_values
 from qarl.console import fit_terminal
 from qarl.doctor import model
 from qarl.errors import UserError
@@ -49,7 +49,7 @@ from qarl.verl.checkpoint import find_verl_start
 def values(config: Config) -> Findings:
     for value in unusual_values(config):
         yield Finding.of(value, "warning")
-    for text in unused_keys.notes(config):
+    for text in unread_paper_keys(config):
         yield note(text, fix="nothing to do, if the key stands there only for completeness")
 
 

@@ -26,7 +26,7 @@ from qarl.data.ground_truths import judge, refusal
 from qarl.data.prompts import Prompt, load_prompts, prompt_options
 from qarl.data.response_text import response_texts
 from qarl.data.reward_workers import Reward
-from qarl.data.rewards import find_reward, score_responses
+from qarl.data.scoring import find_reward, score_responses
 from qarl.errors import UserError
 from qarl.eval.arguments import BF16, EvalRequest, Settings
 from qarl.eval.harness import find_tasks, score_tasks, sets_of

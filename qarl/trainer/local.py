@@ -27,7 +27,7 @@ from qarl.config import Config
 from qarl.console import stage
 from qarl.data.prompts import Prompt
 from qarl.data.response_text import response_texts
-from qarl.data.rewards import score_responses
+from qarl.data.scoring import score_responses
 from qarl.kernels.log_probs import Truncation
 from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.step_metrics import PhaseTimer, response_metrics

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from qarl.data.rewards import BUILTIN, find_reward, score_rows
+from qarl.data.rewards import BUILTIN
+from qarl.data.scoring import find_reward, score_rows
 from qarl.errors import UserError
 
 
@@ -26,7 +27,7 @@ def named_reward(spec: str, *, workers: int, timeout_s: float | None) -> Callabl
     it), and `extra_info` (default: empty).
 
     Raises:
-        UserError: the function cannot be loaded. A call raises the errors of `qarl.data.rewards.score_responses`, or
+        UserError: the function cannot be loaded. A call raises the errors of `qarl.data.scoring.score_responses`, or
             that the dataset has no ground truths.
     """
     reward = find_reward(spec, workers)

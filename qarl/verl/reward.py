@@ -15,7 +15,7 @@ import asyncio
 from functools import cache
 from typing import Any
 
-from qarl.data.rewards import find_reward, scored
+from qarl.data.scoring import find_reward, scored
 from qarl.errors import UserError
 
 find = cache(find_reward)
@@ -29,7 +29,7 @@ async def score(
     """Score one response with the reward function `function`. Return the score, or the function's dict with `score`.
 
     `arguments`: those that verl passes to a reward function, all by name. Raise the same UserErrors as
-    `qarl.data.rewards.score_responses`.
+    `qarl.data.scoring.score_responses`.
     """
     arguments["data_source"] = str(arguments["data_source"])  # verl hands over NumPy's kind of text
     reward = find(function, workers, folder)

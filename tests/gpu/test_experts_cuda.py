@@ -6,8 +6,8 @@ import pytest
 import torch
 from expert_cases import exact, exact_weight, make, off, stacked
 
+from qarl.bench.kernel_arguments import Arguments
 from qarl.bench.kernel_cases import ROUTINGS, ExpertLayer, experts
-from qarl.bench.kernels import Arguments
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.experts import LowBitExperts, fused_experts
 from qarl.kernels.registry import EXPERTS_KERNELS

@@ -15,7 +15,7 @@ from qarl.bench import kernels, steps
 from qarl.checks.check import RunInputs
 from qarl.config import Config, load_config
 from qarl.data.prompts import check_vocabulary
-from qarl.data.rewards import score_responses
+from qarl.data.scoring import score_responses
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import gpu_check

@@ -30,7 +30,7 @@ from qarl.bench.measured_process import (
     move_weights,
 )
 from qarl.bench.model import find_model, write_model
-from qarl.bench.steps import Arguments, Case
+from qarl.bench.step_arguments import Arguments, Case
 from qarl.metrics.plots import phases_of
 from qarl.quant.linear import QuantLinear
 

@@ -15,8 +15,8 @@ from checkout import ROOT
 from qarl.bench import kernel_cases
 from qarl.bench.__main__ import main
 from qarl.bench.arguments import check_device
+from qarl.bench.kernel_arguments import Arguments
 from qarl.bench.kernel_cases import Competitor, ExpertLayer, Layer, experts
-from qarl.bench.kernels import Arguments
 from qarl.bench.report import kernel_tables
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape

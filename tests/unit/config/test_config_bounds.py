@@ -9,7 +9,7 @@ from bad_runs import EngineConstructed
 from checkout import SHIPPED
 
 from qarl.config import load_config
-from qarl.config.checks import unusual_values
+from qarl.config.hints import unusual_values
 from qarl.doctor.__main__ import main as doctor
 from qarl.train import main
 

@@ -8,7 +8,7 @@ import pytest
 from config_problems import MINIMAL, override_problem
 
 from qarl.config import load_config
-from qarl.config.unused_keys import notes
+from qarl.config.hints import unread_paper_keys
 
 
 @pytest.mark.parametrize("backend", ["local", "verl"])
@@ -60,7 +60,12 @@ def test_a_files_warmup_is_dropped_if_the_command_line_shortens_the_run(folder: 
 
 def test_a_key_of_the_paper_that_has_no_effect_gets_a_note(folder: Path) -> None:
     key = "actor.seq_clip_ratio_low=3e-4"  # its default
-    (sentence,) = notes(load_config(["config=minimal.yaml", key]))
+    (sentence,) = unread_paper_keys(load_config(["config=minimal.yaml", key]))
     assert "actor.seq_clip_ratio_low has no effect with actor.positive_band=upper" in sentence
-    assert notes(load_config(["config=minimal.yaml", key, "actor.positive_band=two_sided"])) == []
-    assert notes(load_config(["config=minimal.yaml"])) == []
+    assert (
+        unread_paper_keys(
+            load_config(["config=minimal.yaml", key, "actor.positive_band=two_sided"])
+        )
+        == []
+    )
+    assert unread_paper_keys(load_config(["config=minimal.yaml"])) == []

@@ -16,7 +16,7 @@ from reward_cases import CASES, EXTRA_INFO, GROUND_TRUTH, RESPONSES, limit_of, w
 
 from qarl.config.schema import RewardConfig
 from qarl.data.prompts import Prompt
-from qarl.data.rewards import find_reward, score_responses
+from qarl.data.scoring import find_reward, score_responses
 from qarl.errors import UserError
 from qarl.eval import evaluate
 from qarl.trainer.local import LocalTrainer

@@ -17,7 +17,7 @@ import pytest
 from checkout import ROOT
 
 from qarl.data.prompts import Prompt
-from qarl.data.rewards import find_reward, score_responses
+from qarl.data.scoring import find_reward, score_responses
 
 HANGS = """
 import os, re, subprocess
@@ -36,7 +36,7 @@ def process(**_):
 """
 TRAINER = """
 from qarl.data.prompts import Prompt
-from qarl.data.rewards import find_reward, score_responses
+from qarl.data.scoring import find_reward, score_responses
 print("__main__ runs", flush=True)
 print(score_responses(find_reward("rewards.py:{function}"), [Prompt(0, "", [], [1], "")] * 4, ["abcd"] * 4))
 """
@@ -85,7 +85,7 @@ def test_ctrl_c_ends_a_function_that_never_loads(file: Path) -> None:
         "import os\nfrom pathlib import Path\n"
         "Path(__file__).with_name('loading').write_text(str(os.getpid()))\nwhile True: pass\n"
     )
-    source = 'from qarl.data.rewards import find_reward\nfind_reward("rewards.py:score").load()'
+    source = 'from qarl.data.scoring import find_reward\nfind_reward("rewards.py:score").load()'
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", source], cwd=file.parent, env=environment) as process:
         loading, deadline = file.with_name("loading"), time.monotonic() + 60

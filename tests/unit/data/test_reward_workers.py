@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qarl.data.prompts import Prompt
-from qarl.data.rewards import find_reward, score_responses
+from qarl.data.scoring import find_reward, score_responses
 from qarl.errors import UserError
 
 FUNCTIONS = """

@@ -12,7 +12,8 @@ import torch
 
 from qarl.data.prompts import Prompt
 from qarl.data.reward_workers import InProcessReward
-from qarl.data.rewards import arithmetic, find_reward, get_reward_fn, math_verify, score_responses
+from qarl.data.rewards import arithmetic, get_reward_fn, math_verify
+from qarl.data.scoring import find_reward, score_responses
 from qarl.errors import UserError
 
 

@@ -1,0 +1,87 @@
+"""Find what works in a valid config but is probably not meant. A run says it when it starts, and so does the doctor.
+
+The types in `qarl.config` refuse values that cannot work. `Sane`, beside a key's type, finds values that work but are
+almost certainly mistakes, such as a learning rate of 4096. The bounds are wide, so every reasonable run is within them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from qarl.config.errors import show
+from qarl.config.objectives import get_objective
+from qarl.config.schema import Config
+from qarl.config.types import Sane, Section
+from qarl.config.unused_keys import RULES
+from qarl.errors import UserError
+
+IN_THE_PAPER = ("actor.seq_clip_ratio_low",)
+"""Keys that the table of the paper's appendix B gives a value, which is their default, and that no default run reads.
+So a file with the paper's values may list them."""
+
+
+def unusual_values(config: Config) -> list[UserError]:
+    """Return values of `config` that are outside their bounds, and combinations of values that make no sense."""
+    return [*_outside(config), *_together(config)]
+
+
+def _outside(section: Any, prefix: str = "") -> Iterator[UserError]:
+    for name, info in type(section).model_fields.items():
+        key = f"{prefix}{name}"
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _outside(value, f"{key}.")
+            continue
+        for sane in info.metadata:
+            if not isinstance(sane, Sane) or value is None or sane.low <= value <= sane.high:
+                continue
+            limit, side = (sane.low, "below") if value < sane.low else (sane.high, "above")
+            yield UserError(
+                f"{key}={show(value)} is {side} {show(limit)}",
+                where=key,
+                why="no usual run has such a value, so it is probably a mistake",
+                fix=f"choose {show(sane.low)} to {show(sane.high)}, unless this is what you want",
+            )
+
+
+def _together(config: Config) -> Iterator[UserError]:
+    """Yield combinations of values that make no sense. docs/ablations.md has the eight runs of the last one."""
+    actor = config.actor
+    prompts = config.data.train_batch_size
+    updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
+    has_ratio = get_objective(actor.loss).has_ratio
+    if not has_ratio and updates != 1:
+        what = f"actor.loss={actor.loss} makes {updates} updates per step"
+        why = (
+            "it has no ratio to the policy that sampled, so every update after the first is biased"
+        )
+        fix = f"set actor.ppo_mini_batch_size={prompts} and actor.ppo_epochs=1"
+        yield UserError(what, where="actor.loss", why=why, fix=fix)
+    from_rollout = actor.old_log_probs == "rollout"
+    far = config.quant.align == "off" and config.quant.scheme in ("w4a16", "w4a8")
+    if far and has_ratio and (from_rollout or config.rollout_correction.bypass_mode):
+        yield UserError(
+            "the ratio of the loss contains the mismatch of 4-bit rollouts",
+            where="actor.old_log_probs" if from_rollout else "rollout_correction.bypass_mode",
+            why="it is far from 1 on some tokens before any update; in W4A16 eight of eight runs with GRPO collapsed",
+            fix="set quant.align=model, or actor.old_log_probs=recompute without bypass_mode",
+        )
+
+
+def unread_paper_keys(config: Config) -> list[str]:
+    """Return a sentence for each key of `IN_THE_PAPER` that was given, and has no effect."""
+    sentences = []
+    for key in IN_THE_PAPER:
+        section, _, leaf = key.partition(".")
+        if leaf not in getattr(config, section).model_fields_set:
+            continue
+        for rule in (rule for rule in RULES if key in rule.keys):
+            of_rule, _, decider = rule.decider.partition(".")
+            value = getattr(getattr(config, of_rule), decider)
+            if not rule.reads(value):
+                sentences.append(
+                    f"{key} has no effect with {rule.decider}={value}; {rule.fix} to give it one"
+                )
+                break
+    return sentences

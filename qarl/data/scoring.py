@@ -1,0 +1,96 @@
+"""Score responses with a reward function, in its worker processes.
+
+If the function raises, calls `sys.exit`, does not return a finite number or takes longer than `reward.timeout_s`, the
+run stops with an error that names the row. If an exception scored 0 instead, the model would learn to avoid the bug. If
+a timeout scored 0, the rewards would depend on how busy the machine is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qarl.data.prompts import Prompt
+from qarl.data.reward_outcomes import Outcome, Scored
+from qarl.data.reward_workers import InProcessReward, Reward, WorkerReward
+from qarl.data.rewards import BUILTIN, IN_PROCESS
+from qarl.errors import UserError, shortened
+
+
+def find_reward(spec: str, workers: int = 1, folder: str | None = None) -> Reward:
+    """Return the reward that `spec` names (`reward.function`). Its function is loaded in its first worker process.
+
+    `workers`: most worker processes (`reward.workers`). `folder`: the folder that they work in; None: the current one.
+    """
+    if spec in IN_PROCESS:
+        return InProcessReward(spec, BUILTIN[spec])
+    return WorkerReward(spec, workers, folder)
+
+
+def score_responses(
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    responses: Sequence[str],
+    *,
+    timeout_s: float | None = None,
+) -> list[float]:
+    """Return the score of each `responses[i]`, an answer to `prompts[i]`.
+
+    `timeout_s`: time limit per response, in seconds; None means no limit.
+
+    Raises:
+        UserError: the function cannot be loaded, raised an exception, took longer than `timeout_s`, or did not return a
+            finite number (alone or under "score"). It names the first such row.
+    """
+    rows = [
+        reward_arguments(prompt, response)
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    return score_rows(
+        reward, rows, [f"row {prompt.index}, " for prompt in prompts], timeout_s=timeout_s
+    )
+
+
+def score_rows(
+    reward: Reward,
+    rows: Sequence[Mapping[str, Any]],
+    places: Sequence[str],
+    *,
+    timeout_s: float | None,
+) -> list[float]:
+    """Do the same as `score_responses` with the arguments of each call. `places`: a text for each, for errors."""
+    futures = [reward.submit(row, timeout_s) for row in rows]
+    scores = []
+    try:
+        for row, place, future in zip(rows, places, futures, strict=True):
+            outcome = future.result()
+            scores.append(scored(reward.name, outcome, row, where=place).score)
+    except BaseException:
+        reward.stop()
+        raise
+    return scores
+
+
+def reward_arguments(prompt: Prompt, response: str) -> dict[str, Any]:
+    """Return the four arguments of a reward function."""
+    return {
+        "data_source": prompt.data_source,
+        "solution_str": response,
+        "ground_truth": prompt.ground_truth,
+        "extra_info": prompt.extra_info,
+    }
+
+
+def scored(name: str, outcome: Outcome, arguments: Mapping[str, Any], *, where: str = "") -> Scored:
+    """Return `outcome` if it is a score. Otherwise raise UserError, which names the row.
+
+    `name`: of the function. `arguments`: those of the call. `where`: text to show before the data source.
+    """
+    if isinstance(outcome, Scored):
+        return outcome
+    raise UserError(
+        f"the reward function {name} {outcome.what}",
+        where=f"{where}data_source {arguments['data_source']!r}",
+        why=f"{outcome.why} (response: {shortened(arguments['solution_str'])})",
+        fix=outcome.fix,
+    )

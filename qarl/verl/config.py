@@ -31,10 +31,9 @@ from qarl.rollout.engine_config import graph_arguments
 from qarl.rollout.vllm_plugin import experts_of
 from qarl.schemes import get_scheme
 from qarl.tbpo.config import KEYS
+from qarl.verl.keys import CORRECTION, PLUGIN
 from qarl.vllm_versions import FP32_HEAD
 
-PLUGIN = "qarl.verl"
-CORRECTION = "algorithm.rollout_correction"
 Keys = dict[str, Any]
 _ENGINE = {
     **dict.fromkeys(("scheme", "group_size", "ignore", "align", "mismatch_limit"), "quant"),

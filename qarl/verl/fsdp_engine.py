@@ -54,11 +54,12 @@ from qarl.verl import forward, step_measurements
 from qarl.verl.adapters import ActorAdapters, gathered
 from qarl.verl.ask_servers import Watch, refuse_dead_servers, servers_have_base
 from qarl.verl.checkpoint import check_files, check_record, save_record
-from qarl.verl.config_classes import QuantFSDPEngineConfig, check_engine_config
+from qarl.verl.config_classes import QuantFSDPEngineConfig
+from qarl.verl.engine_checks import check_engine_config
+from qarl.verl.keys import LOSS_MODES
 from qarl.verl.loss import (
     DIFFERING,
     MICRO_BATCH,
-    OURS,
     MicroBatch,
     loss_mode,
     refuse_hidden_mismatch,
@@ -256,7 +257,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         """Update the weights by the mini-batch `data`, and return verl's outputs."""
-        if self.quant is None and loss_mode(loss_function) not in OURS:
+        if self.quant is None and loss_mode(loss_function) not in LOSS_MODES:
             return super().train_batch(data, loss_function)
         tu.maybe_fix_3d_position_ids(data)
         step = self._step = self._step or step_measurements.TrainingStep.of(data)

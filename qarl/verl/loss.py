@@ -22,12 +22,10 @@ from verl.trainer.ppo.core_algos import register_policy_loss
 
 from qarl.config.objectives import get_objective
 from qarl.objectives.loss import objective_loss
-from qarl.verl.checks import ACTOR
 from qarl.verl.config_classes import actor_settings
-from qarl.verl.refusals import refuse
+from qarl.verl.keys import ACTOR, CORRECTION, POLICY_LOSS, QUANT, ROLLOUT
+from qarl.verl.refusals import Conflict, refuse
 
-OURS = ("tbpo", "qarl")
-"""The values of `loss_mode` that this module registers."""
 RELIES = "qarl_old_log_probs"
 """Key in verl's batches, set by QaRL's trainer. The value is `rollout` or `auto` if `old_log_probs` are the rollout's.
 Otherwise the key is missing or None."""
@@ -73,15 +71,23 @@ def refuse_hidden_mismatch(
     tbpo = loss_mode(loss_function) == "tbpo"
     named = getattr(_policy_loss(loss_function), "objective", None)
     weights = tbpo or (named is not None and get_objective(named).weights_mismatch)
-    source = f"{ACTOR}.fsdp_config.quant.old_log_probs"
-    bypass = "algorithm.rollout_correction.bypass_mode"
-    hidden = "the objective weights the mismatch, and the weight of every response would be 1"
-    unasked = "old and rollout log-probs are equal on every token, and verl has not asked the actor for its own since "
-    unasked += "the last step; TBPO's weight for the mismatch would always be 1"
-    others = "auto or recompute, or choose another objective"
-    unweighted = tbpo and all_equal and not asked and relies is None
-    refuse([(weights and relies == "rollout", source, relies, others, hidden)])
-    refuse([(unweighted, bypass, True, False, unasked)])
+    if weights and relies == "rollout":
+        hidden = Conflict(
+            key=f"{QUANT}.old_log_probs",
+            value=relies,
+            good="auto or recompute, or choose another objective",
+            why="the objective weights the mismatch, and the weight of every response would be 1",
+        )
+        raise hidden.error()
+    if tbpo and all_equal and not asked and relies is None:
+        unasked = Conflict(
+            key=f"{CORRECTION}.bypass_mode",
+            value=True,
+            good=False,
+            why="old and rollout log-probs are equal on every token, and verl has not asked the actor for its own "
+            "since the last step; TBPO's weight for the mismatch would always be 1",
+        )
+        raise unasked.error()
 
 
 @register_policy_loss("tbpo")
@@ -103,17 +109,18 @@ def policy_loss(
     """
     mode = config.policy_loss.loss_mode
     micro_batch = MICRO_BATCH.get()
-    twice = mode == "tbpo" and rollout_is_weights is not None
-    weighted = f"TBPO already weights the mismatch ({ACTOR}.policy_loss.seq_tis_imp_ratio_cap caps its weight)"
-    engine = f"loss_mode={mode} needs the rollout's log-probs, which only QaRL's FSDP engine passes to the loss"
-    hidden = f"loss_mode={mode} needs the rollout's log-probs; the trainer's own would hide every mismatch"
     rollout = None if micro_batch is None else micro_batch.rollout_log_prob
-    problems = [
-        (twice, "algorithm.rollout_correction.rollout_is", "on", "null", weighted),
-        (micro_batch is None, f"{ACTOR}.strategy", "another engine", "fsdp2", engine),
-        (rollout is None, "actor_rollout_ref.rollout.calculate_log_probs", False, True, hidden),
-    ]
-    refuse(problems)
+    conflicts = []
+    if mode == "tbpo" and rollout_is_weights is not None:
+        weighted = f"TBPO already weights the mismatch ({POLICY_LOSS}.seq_tis_imp_ratio_cap caps its weight)"
+        conflicts.append(Conflict(f"{CORRECTION}.rollout_is", "on", "null", weighted))
+    if micro_batch is None:
+        engine = f"loss_mode={mode} needs the rollout's log-probs, which only QaRL's FSDP engine passes to the loss"
+        conflicts.append(Conflict(f"{ACTOR}.strategy", "another engine", "fsdp2", engine))
+    if rollout is None:
+        hidden = f"loss_mode={mode} needs the rollout's log-probs; the trainer's own would hide every mismatch"
+        conflicts.append(Conflict(f"{ROLLOUT}.calculate_log_probs", False, True, hidden))
+    refuse(conflicts)
     assert micro_batch is not None and rollout is not None
     loss, statistics = objective_loss(
         log_prob,

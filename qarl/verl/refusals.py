@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from qarl.errors import UserError
 
-Problem = tuple[Any, str, Any, Any, str]
-"""Whether it is one, verl's key, its value, a good value, and why."""
 Result = TypeVar("Result")
 
 
-def errors_of(problems: Iterable[Problem], prefix: str = "") -> Iterator[UserError]:
-    """Yield an error for each of `problems` that is one. `prefix`: what stands before verl's key in the config."""
-    for wrong, key, value, good, why in problems:
-        if wrong:
-            yield UserError(
-                f"{key}={value} cannot be used",
-                where=prefix + key,
-                why=why,
-                fix=f"set it to {good}",
-            )
+@dataclass(frozen=True)
+class Conflict:
+    """A setting that does not go with another one, or with QaRL.
+
+    key    verl's key
+    value  its value
+    good   a value that can be used, in words
+    why    why `value` cannot
+    """
+
+    key: str
+    value: Any
+    good: Any
+    why: str
+
+    def error(self, prefix: str = "") -> UserError:
+        """Return the error that says it. `prefix`: what stands before verl's key in the config."""
+        return UserError(
+            f"{self.key}={self.value} cannot be used",
+            where=prefix + self.key,
+            why=self.why,
+            fix=f"set it to {self.good}",
+        )
 
 
-def refuse(problems: Iterable[Problem], prefix: str = "") -> None:
-    """Raise one UserError for all `problems`."""
-    raise_all(list(errors_of(problems, prefix)))
+def refuse(conflicts: Iterable[Conflict]) -> None:
+    """Raise one UserError for all `conflicts`."""
+    raise_all([conflict.error() for conflict in conflicts])
 
 
 def raise_all(errors: Sequence[UserError]) -> None:

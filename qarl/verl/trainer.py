@@ -36,7 +36,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ from qarl.verl.ask_servers import (
 from qarl.verl.checkpoint import Saving
 from qarl.verl.config_classes import QuantSettings
 from qarl.verl.loss import DIFFERING, RELIES
-from qarl.verl.refusals import refuse
+from qarl.verl.refusals import Conflict, refuse
 from qarl.verl.response_ends import corrected_metrics, end_tokens
 
 COUNTS = "old_log_probs.json"
@@ -371,23 +371,27 @@ class PromptReplayBuffer(ReplayBuffer):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        asked = kwargs.get("sampler_kwargs") or {}
-        mode = kwargs.get("trainer_mode", "sync")
-        fix = "it, or null to trainer.v1.sampler.custom_sampler.path and .name, which chooses verl's own sampler"
-        why = "QaRL's sampler would ignore it, and only verl's own samplers implement it"
-        problems = [(mode != "sync", "trainer.v1.trainer_mode", mode, f"sync; {fix}", why)]
-        keys = {"filter_groups": "algorithm.filter_groups.enable"}
-        keys["sync_refill_failed_groups"] = "trainer.v1.sampler.sync_refill_failed_groups"
-        refuse(
-            [
-                *problems,
-                *((asked.get(name), key, True, f"False; {fix}", why) for name, key in keys.items()),
-            ]
-        )
+        refuse(self._conflicts(kwargs))
         super().__init__(**{"poll_interval": POLL_SECONDS, **kwargs})
         self._watch = Watch()
         self._watched = time.monotonic()
         self._preemptions = Preemptions()
+
+    @staticmethod
+    def _conflicts(arguments: Mapping[str, Any]) -> Iterator[Conflict]:
+        others = "null to trainer.v1.sampler.custom_sampler.path and .name, which chooses verl's own sampler"
+        why = "QaRL's sampler would ignore it, and only verl's own samplers implement it"
+        mode = arguments.get("trainer_mode", "sync")
+        if mode != "sync":
+            yield Conflict("trainer.v1.trainer_mode", mode, f"sync; it, or {others}", why)
+        asked = arguments.get("sampler_kwargs") or {}
+        keys = {
+            "filter_groups": "algorithm.filter_groups.enable",
+            "sync_refill_failed_groups": "trainer.v1.sampler.sync_refill_failed_groups",
+        }
+        for name, key in keys.items():
+            if asked.get(name):
+                yield Conflict(key, True, f"False; it, or {others}", why)
 
     def sample(
         self, global_steps: int, partition_id: str, batch_size: int

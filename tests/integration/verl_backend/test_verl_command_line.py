@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 from qarl.config.read_config import available_configs
 from qarl.errors import UserError
 from qarl.verl.added_keys import unread_keys
+from qarl.verl.check_before_ray import CheckBeforeRay
 from qarl.verl.checks import composed_errors
-from qarl.verl.config_classes import CheckBeforeRay
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 

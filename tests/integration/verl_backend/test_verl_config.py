@@ -34,8 +34,9 @@ from verl.workers.engine_workers import TrainingWorker
 from qarl.config import describe_keys, load_config
 from qarl.errors import UserError
 from qarl.trainer.master_optimizer import lr_scale
-from qarl.verl.checks import OWN_KEYS, refuse_partial_batches
+from qarl.verl.batch_checks import refuse_partial_batches
 from qarl.verl.config import verl_keys, worker_environment
+from qarl.verl.keys import OWN_KEYS
 from qarl.verl.run import dry_run, verl_config
 
 pytestmark = pytest.mark.usefixtures("own_environment")

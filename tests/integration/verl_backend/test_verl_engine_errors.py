@@ -19,7 +19,7 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from qarl.errors import UserError
 from qarl.kernels.cuda import layer_ops
 from qarl.kernels.log_probs import log_probs_of_logits
-from qarl.verl import config_classes as plugin_config
+from qarl.verl import engine_checks as plugin_checks
 from qarl.verl import fsdp_engine as plugin_engine
 from qarl.verl.config_classes import QuantFSDPEngineConfig
 from qarl.verl.forward import RouterReplay, log_softmax_of_chosen
@@ -45,7 +45,7 @@ def quantized_engine() -> QaRLFSDPEngine:
 @pytest.mark.parametrize(("scheme", "capability"), [("fp8", (8, 0)), ("w8a8", (10, 0))])
 def test_an_actor_refuses_a_gpu_that_cannot_compute_its_scheme(monkeypatch, scheme, capability):
     """Before it loads the model."""
-    monkeypatch.setattr(plugin_config, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(plugin_checks, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     settings = QuantFSDPEngineConfig(strategy="fsdp2", quant={"scheme": scheme})
@@ -189,7 +189,7 @@ def test_settings_that_an_engine_refuses_before_it_loads_the_model(
     monkeypatch, quantized, device, changes, refused
 ):
     monkeypatch.setattr(plugin_engine, "get_device_name", lambda: device)
-    monkeypatch.setattr(plugin_config, "get_device_name", lambda: "cpu")
+    monkeypatch.setattr(plugin_checks, "get_device_name", lambda: "cpu")
     monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_: None)
     kind = QuantFSDPEngineConfig if quantized else FSDPEngineConfig
     with pytest.raises(UserError, match=refused) if refused else nullcontext():

@@ -24,8 +24,9 @@ from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.objectives.settings import objective_settings
 from qarl.schemes import scheme_names
 from qarl.tbpo import TBPOConfig
+from qarl.verl.check_before_ray import CheckBeforeRay
 from qarl.verl.config import verl_keys
-from qarl.verl.config_classes import CheckBeforeRay, actor_settings, tbpo_config
+from qarl.verl.config_classes import actor_settings, tbpo_config
 from qarl.verl.run import verl_config
 
 pytestmark = pytest.mark.usefixtures("own_environment")

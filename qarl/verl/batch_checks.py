@@ -1,0 +1,67 @@
+"""Checks that the ranks of a verl run can divide its batches evenly.
+
+Statements here about verl were checked against the source of verl 0.9.1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from qarl.errors import UserError
+from qarl.verl.keys import ACTOR, BATCH_KEYS, REFERENCE, ROLLOUT
+
+
+def refuse_partial_batches(composed: Any, written: set[str]) -> None:
+    """Raise UserError unless all ranks get equal shares of each batch, and a share splits into whole micro-batches.
+
+    verl pads the responses of a step to whole mini-batches and gives every rank an equal share: of the whole step to
+    compute log-probs, of a mini-batch for an update. It checks the shares only in the first step, after a whole
+    generation, and its AssertionErrors name no key. If micro-batches are filled by tokens (`use_dynamic_bsz`), shares
+    need only be equal, and a row of full length must fit into a micro-batch. See `_get_required_batch_multiple`
+    (trainer/ppo/v1/trainer_base.py), `train_mini_batch` (workers/engine_workers.py) and `prepare_micro_batches`
+    (workers/engine/utils.py). QaRL uses no critic. `written`: the keys of the section `verl`.
+    """
+    from omegaconf import OmegaConf
+
+    actor = composed.actor_rollout_ref.actor
+    rollout = composed.actor_rollout_ref.rollout
+    trainer = composed.trainer
+    reference = actor.use_kl_loss or composed.algorithm.use_kl_in_reward
+    prompts = composed.data.train_batch_size
+    mini = actor.ppo_mini_batch_size
+    ranks = trainer.nnodes * trainer.n_gpus_per_node
+    responses = mini * rollout.n
+
+    def refusal(key: str, problem: str, fix: str) -> UserError:
+        ours = key in BATCH_KEYS and key not in written
+        name = BATCH_KEYS[key] if ours else f"verl.{key}"
+        why = f"{prompts} prompts, {rollout.n} responses each, mini-batches of {mini} prompts, {ranks} ranks"
+        value = OmegaConf.select(composed, key)
+        return UserError(f"{name}={value} {problem}", where=name, why=why, fix=fix)
+
+    if responses % ranks:
+        unit = ranks // math.gcd(ranks, rollout.n)
+        problem = f"does not give each of {ranks} ranks the same number of responses"
+        fix = f"make it and data.train_batch_size multiples of {unit}"
+        raise refusal(f"{ACTOR}.ppo_mini_batch_size", problem, fix)
+    multiple = math.lcm(responses, ranks)
+    step = math.ceil(prompts * rollout.n / multiple) * multiple
+    longest = composed.data.max_prompt_length + composed.data.max_response_length
+    shares = {f"{ACTOR}.ppo": responses // ranks}
+    if actor.use_dynamic_bsz or not composed.algorithm.rollout_correction.bypass_mode:
+        shares[f"{ROLLOUT}.log_prob"] = step // ranks
+    if reference:
+        shares[f"{REFERENCE}.log_prob"] = step // ranks
+    unit_of_limit = "max_token_len" if actor.use_dynamic_bsz else "micro_batch_size"
+    for part, share in shares.items():
+        key = f"{part}_{unit_of_limit}_per_gpu"
+        limit = OmegaConf.select(composed, key)
+        if not isinstance(limit, int) or limit < 1:
+            raise refusal(key, "is not a whole number above 0", "set it to 1 or more")
+        if actor.use_dynamic_bsz and limit < longest:
+            problem = f"does not hold a row of {longest} tokens"
+            raise refusal(key, problem, f"set it to {longest} or more")
+        if not actor.use_dynamic_bsz and share % limit:
+            fix = f"choose a divisor of {share}"
+            raise refusal(key, f"does not divide a rank's {share} responses", fix)

@@ -1,0 +1,49 @@
+"""The names of verl's keys that errors quote, and those of QaRL's keys that set them.
+
+This module imports neither verl nor the rest of the backend, so every module of it may name a key.
+"""
+
+from __future__ import annotations
+
+PLUGIN = "qarl.verl"
+MODEL = "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+REFERENCE = "actor_rollout_ref.ref"
+CORRECTION = "algorithm.rollout_correction"
+POLICY_LOSS = f"{ACTOR}.policy_loss"
+SHARDS = f"{ACTOR}.fsdp_config"
+QUANT = f"{SHARDS}.quant"
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+OVERRIDES = f"{VLLM}.hf_overrides"
+RECEIVER = f"{VLLM}.worker_extension_cls"
+
+LOSS_MODES = ("tbpo", "qarl")
+"""The values of `policy_loss.loss_mode` that `qarl.verl.loss` registers."""
+OWN_KEYS = {
+    f"{MODEL}.path": "model.path",
+    f"{MODEL}.hf_config_path": "model.path",
+    f"{MODEL}.tokenizer_path": "model.path",
+    "data.train_files": "data.train_files",
+    "data.val_files": "data.val_files",
+    "trainer.total_training_steps": "trainer.total_training_steps",
+    "trainer.total_epochs": "trainer.total_training_steps",
+    "trainer.resume_mode": "trainer.resume_mode",
+    "trainer.resume_from_path": "trainer.resume_from_path",
+    f"{ROLLOUT}.tensor_model_parallel_size": "rollout.tensor_model_parallel_size",
+    f"{SHARDS}.model_dtype": "optim.master_dtype",
+    f"{ACTOR}.optim.optimizer": "optim.name",
+    f"{ACTOR}.optim.optimizer_impl": "optim.name",
+    "reward.custom_reward_function.path": "reward.function",
+    "reward.custom_reward_function.name": "reward.function",
+}
+"""verl's keys that the section `verl` may not set, each with QaRL's key to set instead. QaRL reads only its own keys to
+check model, data and reward, to choose the checkpoint and to decide whether the run is finished."""
+BATCH_KEYS = {
+    f"{ACTOR}.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_gpu",
+    f"{ACTOR}.ppo_max_token_len_per_gpu": "actor.ppo_max_token_len_per_gpu",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": "actor.log_prob_micro_batch_size_per_gpu",
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu": "actor.log_prob_max_token_len_per_gpu",
+}
+"""verl's batch sizes that QaRL's config sets, and QaRL's names for them."""

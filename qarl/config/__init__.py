@@ -31,7 +31,7 @@ def load_config(argv: Sequence[str]) -> Config:
     NAME is looked up as given, then in ./configs, then among the configs shipped with the package. Values are YAML.
     Raises `ConfigError` with all problems.
     """
-    raw = read_arguments(argv)
+    raw = read_arguments(argv, keys=default_values())
     return _build(raw.values, raw.sources, raw.problems)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,13 +84,14 @@ class RawConfig:
     problems: list[Problem] = field(default_factory=list)
 
 
-def read_arguments(argv: Sequence[str]) -> RawConfig:
+def read_arguments(argv: Sequence[str], keys: Collection[str]) -> RawConfig:
     """Read `argv`, such as `["config=quickstart.yaml", "rollout.n=4"]`, into raw values with overrides applied.
 
-    The folder of a run stands for the config in it. `problems` of the result are values that are no YAML. Raise
-    ConfigError if an argument is not of the form key=value, or without a usable file."""
+    The folder of a run stands for the config in it. `keys`: those of the config, which an error may name. `problems` of
+    the result are values that are no YAML. Raise ConfigError if an argument is not of the form key=value, or without a
+    usable file."""
     raw = RawConfig()
-    arguments = _split_arguments(argv, raw.problems)
+    arguments = _split_arguments(argv, keys, raw.problems)
     if not raw.problems:
         path = _config_path(arguments.pop("config", None), raw.problems)
         if path is not None:
@@ -229,12 +230,14 @@ def _config_path(name: str | None, problems: list[Problem]) -> Path | None:
     return path
 
 
-def _split_arguments(argv: Sequence[str], problems: list[Problem]) -> dict[str, str]:
+def _split_arguments(
+    argv: Sequence[str], keys: Collection[str], problems: list[Problem]
+) -> dict[str, str]:
     arguments: dict[str, str] = {}
     for argument in argv:
         key, equals, text = _of_run_folder(argument).partition("=")
         if not equals or not all(re.fullmatch(r"\w+", part) for part in key.split(".")):
-            problems.append(_no_assignment(argument))
+            problems.append(_no_assignment(argument, keys))
         elif key in arguments:
             reason = f"given twice on the command line: {arguments[key]}, then {text}"
             problems.append(Problem(key, text, reason, "keep one of them", COMMAND_LINE))
@@ -243,19 +246,16 @@ def _split_arguments(argv: Sequence[str], problems: list[Problem]) -> dict[str, 
     return arguments
 
 
-def _no_assignment(argument: str) -> Problem:
+def _no_assignment(argument: str, keys: Collection[str]) -> Problem:
     """Return the problem of an argument that is not of the form key=value, with what it was probably meant to be."""
-    from qarl.config.help import key_table  # which itself reads the names of the configs here
-
-    known = {key.name for keys in key_table().values() for key in keys}
     path = Path(os.path.expanduser(argument))
     colon = re.fullmatch(r"([\w.]+):(.+)", argument)
     reason = "not of the form key=value"
     fix = "write key=value, for example config=quickstart.yaml or quant.scheme=bf16; --help describes the keys"
-    if argument in known:
+    if argument in keys:
         reason = "the key has no value"
         fix = f"write {argument}=VALUE"
-    elif colon and colon[1] in known:
+    elif colon and colon[1] in keys:
         fix = f"write {colon[1]}={colon[2]}"
     elif path.is_dir():
         reason = "it is not the folder of a run, because it has no config.yaml"

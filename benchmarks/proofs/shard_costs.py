@@ -222,14 +222,16 @@ def receive_phase(size: ModelSize, scheme_name: str, group_size: int) -> Phase:
 
     The dense weights, which vLLM's reload writes, are not counted as written. `least`: all tensors are read once, and
     experts are also read and written."""
-    from qarl.rollout.remote.receive import WeightReceiver
+    from qarl.rollout.publish.transaction import EngineWeights
+    from qarl.rollout.remote.receive import StreamReceiver
     from qarl.rollout.remote.wire import encode_publish
 
     tensors = _published(size, scheme_name, group_size)
     plan = _ExpertsPlan(scheme_name)
-    receiver = WeightReceiver(torch.nn.Module(), None, {}, kv_caches=list)
-    receiver.expected = {name: TensorSpec.of(tensor) for name, tensor in tensors}
-    receiver.plan = plan  # type: ignore[assignment]  # it only writes
+    weights = EngineWeights(torch.nn.Module(), None, {}, kv_caches=list)
+    weights.expected = {name: TensorSpec.of(tensor) for name, tensor in tensors}
+    receiver = StreamReceiver(weights)
+    weights.plan = plan  # type: ignore[assignment]  # it only writes
     for version in (1, 2):
         with counting():
             stream = list(encode_publish(tensors, version=version))

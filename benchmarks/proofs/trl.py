@@ -105,7 +105,7 @@ def train(settings: dict[str, Any]) -> Row:
 def base_shared(trainer: Any) -> float:
     """Return the share of the base's bytes that are in the memory of the engine of this process."""
     theirs = {
-        tensor.untyped_storage().data_ptr() for tensor in trainer.engine.receiver.storage().values()
+        tensor.untyped_storage().data_ptr() for tensor in trainer.engine.weights.storage().values()
     }
     model = trainer.policy.model
     base: list[Any] = [p for p in model.parameters() if not p.requires_grad and not p.is_meta]

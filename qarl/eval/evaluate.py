@@ -32,7 +32,7 @@ from qarl.eval.arguments import BF16, EvalRequest, Settings
 from qarl.eval.harness import find_tasks, score_tasks, sets_of
 from qarl.eval.scores import Estimate, average, differences, interval, normal
 from qarl.lora.adapter import Adapter, read_adapter
-from qarl.rollout.adapters import AdapterSpec
+from qarl.rollout.adapter_spec import AdapterSpec
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.schemes import UNQUANTIZED, from_quantization_config
 

@@ -25,14 +25,14 @@ from qarl.errors import UserError
 from qarl.eval.arguments import EvalRequest
 from qarl.process import answer_for_vllm, configure_vllm_process
 from qarl.quant.meta_model import default_dtype_kept
-from qarl.rollout.adapters import servable
+from qarl.rollout.adapter_spec import servable
+from qarl.rollout.chosen_kernel import own_kernels
 from qarl.rollout.engine_config import (
     EngineConfig,
     before_start,
-    kernel_request,
     llm_arguments,
-    own_kernels,
 )
+from qarl.rollout.kernel_request import kernel_request
 from qarl.vllm_versions import release_engine_memory
 
 Results = Mapping[str, Any]

@@ -1,13 +1,25 @@
-"""Ask vLLM which of its kernels it would choose for a weight, without starting an engine."""
+"""Which kernels vLLM chooses: QaRL's own if they are asked for, and which one for a weight, without an engine."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from qarl.kernels.cuda.vllm_linears import chosen_int4_kernel
 from qarl.process import configure_vllm_process
-from qarl.rollout.engine_config import engine_arguments, kernel_request, own_kernels
+from qarl.rollout.kernel_request import KernelRequest, engine_arguments, kernel_request
 from qarl.rollout.vllm_plugin import check_linears_loaded
 from qarl.schemes import Scheme
 from qarl.vllm_versions import check_release
+
+
+def own_kernels(request: KernelRequest | None) -> AbstractContextManager[None]:
+    """Return a context in which vLLM uses the kernels that `request` names. If `request` is None, vLLM chooses as
+    usual."""
+    if request is None:
+        return nullcontext()
+    from qarl.rollout.vllm_plugin.own_linears import own_kernels_only
+
+    return own_kernels_only()
 
 
 def _require_vllm() -> None:

@@ -32,15 +32,16 @@ from qarl.process import configure_vllm_process
 from qarl.quant.experts import is_of_expert, stacked
 from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
 from qarl.rollout import engine_config, vllm_plugin
-from qarl.rollout.adapters import PROBE, EngineAdapter, no_place, servable
+from qarl.rollout.adapter_spec import servable
+from qarl.rollout.chosen_kernel import own_kernels
 from qarl.rollout.completions import routed_experts, sampled_log_probs, top_tokens
 from qarl.rollout.engine_config import (
     EngineConfig,
     SamplingConfig,
     eager,
-    kernel_request,
-    own_kernels,
 )
+from qarl.rollout.kernel_request import kernel_request
+from qarl.rollout.publish.adapters import PROBE, EngineAdapter, no_place
 from qarl.rollout.publish.manifest import (
     Manifest,
     NamedTensor,
@@ -49,9 +50,9 @@ from qarl.rollout.publish.manifest import (
     check_same_layers,
     expected_manifest,
 )
+from qarl.rollout.publish.transaction import EngineWeights
 from qarl.rollout.publish.version import checked_version
 from qarl.rollout.publish.writers import ReloadFailed
-from qarl.rollout.remote.receive import WeightReceiver
 from qarl.rollout.response_fingerprint import fingerprint
 from qarl.vllm_versions import (
     check_head_dtype,
@@ -109,7 +110,7 @@ class RolloutEngine:
             vllm_plugin.check_eager(hf_config, eager(config.enforce_eager))
         self.config = config
         self._counts_preemptions = engine_config.may_preempt(config, hf_config)
-        self.receiver: WeightReceiver | None = None
+        self.weights: EngineWeights | None = None
         self.adapter: EngineAdapter | None = None
         self._start()
 
@@ -160,8 +161,8 @@ class RolloutEngine:
             check_in_use(self.model(), kernel_request(self.config.kernels, self.config.scheme.name))
         if self.config.adapters is not None:
             self.adapter = EngineAdapter(self.llm.llm_engine, self.model(), self.config.adapters)
-        (self.receiver,) = self.llm.collective_rpc(
-            _make_receiver, args=(self.expected, self.config.direct_writes)
+        (self.weights,) = self.llm.collective_rpc(
+            _engine_weights, args=(self.expected, self.config.direct_writes)
         )
 
     def rebuild(self) -> None:
@@ -188,12 +189,12 @@ class RolloutEngine:
         adapter."""
         if self.adapter is not None and self.has_weights:
             return self.adapter.version
-        return self.receiver.version if self.receiver else None
+        return self.weights.version if self.weights else None
 
     @property
     def has_weights(self) -> bool:
         """Whether a publish of weights is complete. With adapters, these are the weights of the base."""
-        return self.receiver is not None and not self.receiver.stale
+        return self.weights is not None and not self.weights.stale
 
     @property
     def stale(self) -> bool:
@@ -206,7 +207,7 @@ class RolloutEngine:
     def sleep(self) -> None:
         """Free the GPU memory of the weights and the KV cache until the next `publish` or `generate`. Do nothing on a
         CPU, or if the engine is closed or broken. Raise EngineFailed if vLLM fails."""
-        usable = self.receiver is not None and not self.receiver.broken
+        usable = self.weights is not None and not self.weights.broken
         if (
             usable
             and not self._asleep
@@ -220,13 +221,13 @@ class RolloutEngine:
 
     def wake_up(self) -> None:
         """Undo `sleep`. Raise EngineFailed if the memory is no longer free."""
-        if not self._asleep or self.receiver is None:
+        if not self._asleep or self.weights is None:
             return
         engine_config.release_unused_memory()
         self._run(self.llm.wake_up)
         self._asleep = False
         # The new memory may contain NaN. Attention multiplies masked positions by zero, and NaN times zero is NaN.
-        for kv_cache in self.receiver.kv_caches():
+        for kv_cache in self.weights.kv_caches():
             kv_cache.zero_()
 
     def generate(
@@ -244,7 +245,7 @@ class RolloutEngine:
         """
         version = self.weight_version
         if version is None:
-            why = self.receiver.stale_because if self.receiver else "it was closed"
+            why = self.weights.stale_because if self.weights else "it was closed"
             if self.adapter is not None and self.has_weights:
                 why = self.adapter.stale_because
             raise UserError(
@@ -307,7 +308,7 @@ class RolloutEngine:
                 publish can succeed.
             ReloadFailed, EngineFailed: vLLM failed in this publish or earlier. Call `rebuild` first.
         """
-        if self.receiver is None:
+        if self.weights is None:
             raise UserError(
                 "the rollout engine is closed", fix="start a new one, or call rebuild()"
             )
@@ -325,26 +326,27 @@ class RolloutEngine:
             self.adapter.mark_stale(
                 f"only the base of version {version} has been published to it, and no adapter"
             )
-            self.adapter.acts = False
+            self.adapter.base_changes()
         try:
             published = list(tensors)
             check_complete(published, self.expected)
             if any(is_of_expert(name) for name, _ in published):
                 published = list(stacked(published))
             seconds = {"validate": time.perf_counter() - start}
-            self.receiver.write_all(published, version=version)
+            with self.weights.replacing(version) as plan:
+                plan.write_units(published)
             if not self.reset_prefix_cache():
                 raise RuntimeError(
                     "vLLM could not reset its prefix cache: requests are still running"
                 )
         except BaseException as error:
-            if not self.receiver.broken or not self.stale:
+            if not self.weights.broken or not self.stale:
                 reason = " ".join(str(error).split())[:300]
                 self.mark_stale(
                     f"the publish of version {version} did not complete: {type(error).__name__}: {reason}"
                 )
             raise
-        return PublishReport.of(published, self.expected, version, seconds | self.receiver.seconds)
+        return PublishReport.of(published, self.expected, version, seconds | self.weights.seconds)
 
     def publish_adapter(self, adapter: Adapter, *, version: int) -> PublishReport:
         """Replace the engine's adapter, as `version`. The base must have been published. After any exception the engine
@@ -390,8 +392,8 @@ class RolloutEngine:
                 raise
             reason = f"vLLM failed: {type(error).__name__}: {error}"
             self.mark_stale(reason)
-            if self.receiver:
-                self.receiver.broken = True
+            if self.weights:
+                self.weights.broken = True
             raise EngineFailed("the rollout engine is lost", why=reason) from error
 
     def reset_prefix_cache(self) -> bool:
@@ -399,9 +401,9 @@ class RolloutEngine:
 
     def mark_stale(self, reason: str, *, nan: bool = False) -> None:
         """Make `generate` refuse, with `reason`, until the next complete publish. `nan`: whether vLLM returned NaN."""
-        if self.receiver:
-            self.receiver.mark_stale(reason)
-            self.receiver.kv_cache_spoilt |= nan
+        if self.weights:
+            self.weights.mark_stale(reason)
+            self.weights.kv_cache_spoilt |= nan
 
     def close(self) -> None:
         """Free the engine and vLLM's process-wide groups of torch.distributed. All other engines in this process stop
@@ -410,7 +412,7 @@ class RolloutEngine:
             engine_config.release_unused_memory()
             with suppress(Exception):
                 self.llm.wake_up()
-        self.receiver = None
+        self.weights = None
         self.adapter = None
         self._asleep = False
         if hasattr(self, "llm"):
@@ -421,7 +423,7 @@ class RolloutEngine:
         others = (
             engine
             for engine in _OPEN
-            if engine is not self and engine.receiver and not engine.receiver.broken
+            if engine is not self and engine.weights and not engine.weights.broken
         )
         release_engine_memory([engine.model() for engine in others])
 
@@ -476,6 +478,6 @@ def _close_all() -> None:
     gc.collect()
 
 
-def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightReceiver:
-    """Make the receiver. vLLM calls this in its worker, which is in this process."""
-    return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct)
+def _engine_weights(worker: Any, expected: Manifest, direct: bool) -> EngineWeights:
+    """Return the engine's weights. vLLM calls this in its worker, which is in this process."""
+    return EngineWeights.of_runner(worker.model_runner, expected, direct=direct)

@@ -22,9 +22,8 @@ import gc
 import math
 import os
 import traceback
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,39 +33,10 @@ from qarl.errors import UserError
 from qarl.kernels.cpu.layer_ops import BLOCK_SIZE
 from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.process import configure_vllm_process
-from qarl.rollout.adapters import AdapterSpec
+from qarl.rollout.adapter_spec import AdapterSpec
+from qarl.rollout.kernel_request import engine_arguments, kernel_request
 from qarl.schemes import Scheme
 from qarl.vllm_versions import FP32_HEAD, import_flashinfer, is_refusal
-
-REQUEST_KEY = "qarl_linears"
-"""The entry of vLLM's `additional_config` that names QaRL's linear kernels. Every process of the engine gets it."""
-
-
-class KernelRequest(NamedTuple):
-    """`kernels`: a value of `quant.kernels` other than engine. `scheme`: the name of the quantization scheme."""
-
-    kernels: str
-    scheme: str
-
-
-def kernel_request(kernels: str, scheme: str) -> KernelRequest | None:
-    """Return the request of a run, or None if the engine uses vLLM's own kernels."""
-    return None if kernels == "engine" else KernelRequest(kernels, scheme)
-
-
-def engine_arguments(request: KernelRequest | None) -> dict[str, Any]:
-    """Return the arguments of vLLM's `LLM` for this request."""
-    return {} if request is None else {"additional_config": {REQUEST_KEY: list(request)}}
-
-
-def own_kernels(request: KernelRequest | None) -> AbstractContextManager[None]:
-    """Return a context in which vLLM uses the kernels that `request` names. If `request` is None, vLLM chooses as
-    usual."""
-    if request is None:
-        return nullcontext()
-    from qarl.rollout.vllm_plugin.own_linears import own_kernels_only
-
-    return own_kernels_only()
 
 
 @dataclass(frozen=True)

@@ -321,8 +321,8 @@ class Policy:
     def publish_base(self, engine: RolloutEngine, *, version: int) -> PublishReport:
         """Publish the frozen base of the adapters. Then share its weights with the engine where that is possible."""
         report = engine.publish(self.published_tensors(), version=version)
-        assert self.adapters is not None and engine.receiver is not None
-        self.adapters.share(engine.receiver.storage())
+        assert self.adapters is not None and engine.weights is not None
+        self.adapters.share(engine.weights.storage())
         return report
 
     def freeze(self) -> Policy:

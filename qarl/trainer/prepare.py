@@ -19,7 +19,7 @@ from qarl.data.prompts import PromptDataset, PromptSampler
 from qarl.data.reward_workers import Reward
 from qarl.objectives import verl_functions
 from qarl.objectives.settings import objective_settings
-from qarl.rollout.adapters import AdapterSpec
+from qarl.rollout.adapter_spec import AdapterSpec
 from qarl.rollout.engine import EngineConfig
 from qarl.schemes import get_scheme
 from qarl.trainer.policy import Policy

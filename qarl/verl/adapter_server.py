@@ -19,7 +19,7 @@ from typing import Any
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from qarl.errors import UserError
-from qarl.rollout.adapters import adapter_request
+from qarl.rollout.publish.adapters import adapter_request
 
 
 class AdaptedClient:

@@ -30,9 +30,10 @@ from qarl.lora.layers import Adapters
 from qarl.quant.linear import QuantLayer
 from qarl.quant.state_dict import packed_state_dict
 from qarl.rollout.remote.delta import Tally
+from qarl.rollout.remote.records import numbered
 from qarl.rollout.remote.wire import encode_publish
 from qarl.schemes import Scheme
-from qarl.verl.publish import Publication, numbered, run_identity
+from qarl.verl.publication import Publication, run_identity
 
 Named = Iterator[tuple[str, torch.Tensor]]
 

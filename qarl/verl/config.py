@@ -26,7 +26,7 @@ from qarl.objectives import verl_functions
 from qarl.objectives.settings import SAME_IN_VERL, objective_settings
 from qarl.process import VLLM_ENVIRONMENT
 from qarl.quant.meta_model import meta_model
-from qarl.rollout.adapters import AdapterSpec
+from qarl.rollout.adapter_spec import AdapterSpec
 from qarl.rollout.engine_config import graph_arguments
 from qarl.rollout.vllm_plugin import experts_of
 from qarl.schemes import get_scheme

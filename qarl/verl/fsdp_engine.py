@@ -64,7 +64,7 @@ from qarl.verl.loss import (
     loss_mode,
     refuse_hidden_mismatch,
 )
-from qarl.verl.publish import Publication, publication, publish_timeout
+from qarl.verl.publication import Publication, publication, publish_timeout
 
 _log = logging.getLogger("qarl.verl")
 _log.setLevel(logging.INFO)

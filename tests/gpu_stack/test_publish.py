@@ -1,7 +1,7 @@
 """A publish into whole models of the locked vLLM, as on a GPU: the bytes of a fresh load, at the old addresses.
 
 The models are vLLM's own, on a platform that answers as a GPU of compute capability 8.0 (Marlin) or 9.0 (Machete,
-CUTLASS). Every publish goes through QaRL's `WeightReceiver` as on a GPU, which writes experts itself and uses vLLM's
+CUTLASS). Every publish goes through QaRL's `StreamReceiver` as on a GPU, which writes experts itself and uses vLLM's
 layerwise reload. Experts are also published by the reload alone. Before each publish they lose everything, as in sleep.
 """
 
@@ -30,11 +30,12 @@ from random_moe import IGNORE, wire_tensors
 from same_bytes import same_bytes
 
 from qarl.quant.experts import stacked
-from qarl.rollout.engine_config import kernel_request
+from qarl.rollout.kernel_request import kernel_request
 from qarl.rollout.publish import graph_addresses, writers
 from qarl.rollout.publish.experts import holds_experts
 from qarl.rollout.publish.manifest import check_same_layers, expected_manifest
-from qarl.rollout.remote.receive import WeightReceiver
+from qarl.rollout.publish.transaction import EngineWeights
+from qarl.rollout.remote.receive import StreamReceiver
 from qarl.rollout.remote.wire import encode_publish
 from qarl.schemes import get_scheme
 
@@ -108,7 +109,7 @@ def wrap(model: torch.nn.Module, config: Any) -> None:
             replace_submodule(model, name, wrapped)
 
 
-def publish(receiver: WeightReceiver, tensors: dict[str, torch.Tensor], version: int) -> None:
+def publish(receiver: StreamReceiver, tensors: dict[str, torch.Tensor], version: int) -> None:
     receiver.feed(encode_publish(stacked(tensors.items()), version=version))
 
 
@@ -149,9 +150,13 @@ def test_a_publish_is_a_fresh_load_at_the_old_addresses(
         assert differing(engine, models[1]) == [] and len(differing(engine, models[2])) > 10
         check_same_layers(engine, expected)
         check_in_use(engine, kernel_request(kernels, scheme_name))
-        receiver = WeightReceiver(engine, config, expected, kv_caches=list, direct=direct)
+        receiver = StreamReceiver(
+            EngineWeights(engine, config, expected, kv_caches=list, direct=direct)
+        )
         written = {
-            target.name for target in receiver.plan.by_owner.values() if target.writer is not None
+            target.name
+            for target in receiver.weights.plan.by_owner.values()
+            if target.writer is not None
         }
         layers = hf_config.num_hidden_layers if model_name == "experts" else 0
         assert len(written) == layers * direct, written
@@ -160,7 +165,7 @@ def test_a_publish_is_a_fresh_load_at_the_old_addresses(
             for place in experts_tensors(engine).values():
                 place.memory.view(torch.uint8).fill_(77)
             publish(receiver, tensors, version)
-            assert receiver.version == version
+            assert receiver.weights.version == version
             assert differing(engine, models[version]) == []
             theirs = experts_tensors(models[version])
             assert [
@@ -196,7 +201,7 @@ def test_a_base_is_published_under_its_adapters(
         load(engine, config, first)
         wrap(engine, config)
         check_same_layers(engine, expected)
-        receiver = WeightReceiver(engine, config, expected, kv_caches=list)
+        receiver = StreamReceiver(EngineWeights(engine, config, expected, kv_caches=list))
         before = tensors_of(engine)
         publish(receiver, second, 2)
         ours = {

@@ -24,7 +24,8 @@ from random_moe import IGNORE, wire_tensors
 
 from qarl.rollout.publish import writers
 from qarl.rollout.publish.manifest import expected_manifest
-from qarl.rollout.remote.receive import WeightReceiver
+from qarl.rollout.publish.transaction import EngineWeights
+from qarl.rollout.remote.receive import StreamReceiver
 from qarl.rollout.remote.wire import encode_publish
 from qarl.schemes import get_scheme
 
@@ -156,9 +157,9 @@ def test_a_publish_after_nan_clears_every_kv_cache(
             layer.kv_cache.fill_(torch.nan)
         runner = SimpleNamespace(get_model=lambda: model, vllm_config=config, kv_caches=caches)
         manifest = expected_manifest(config.model_config.hf_config, scheme, IGNORE)
-        receiver = WeightReceiver.of_runner(runner, manifest)
+        receiver = StreamReceiver(EngineWeights.of_runner(runner, manifest))
         receiver.mark_stale("a log-prob was NaN")
-        receiver.kv_cache_spoilt = True
+        receiver.weights.kv_cache_spoilt = True
         receiver.feed(encode_publish(iter(tensors.items()), version=1))
         assert all(not layer.kv_cache.any() for layer in attention)
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from qarl.process import configure_vllm_process
 from qarl.quant.meta_model import default_dtype_kept
-from qarl.rollout.engine_config import REQUEST_KEY
+from qarl.rollout.kernel_request import REQUEST_KEY
 from qarl.rollout.vllm_plugin import check_linears_loaded
 from qarl.schemes import Scheme
 

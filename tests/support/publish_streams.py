@@ -12,9 +12,11 @@ from torch import nn
 
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.rollout.publish.manifest import expected_manifest
+from qarl.rollout.publish.transaction import EngineWeights
 from qarl.rollout.remote.delta import Tally
-from qarl.rollout.remote.receive import WeightReceiver
-from qarl.rollout.remote.wire import UNIT, DeltaSender, TransferFailed
+from qarl.rollout.remote.receive import StreamReceiver
+from qarl.rollout.remote.records import UNIT, TransferFailed
+from qarl.rollout.remote.wire import DeltaSender
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -64,9 +66,19 @@ def runner_of(model: Any) -> Any:
     return SimpleNamespace(vllm_config=config, get_model=lambda: model, kv_caches=[], device="cpu")
 
 
-def receiver(model: Any, **options: Any) -> WeightReceiver:
+def engine_weights(model: Any, **options: Any) -> EngineWeights:
     expected = expected_manifest(model.config, get_scheme("bf16"), [])
-    return WeightReceiver(model, None, expected, kv_caches=lambda: (), **options)
+    return EngineWeights(model, None, expected, kv_caches=lambda: (), **options)
+
+
+def receiver(model: Any, *, clone: bool = False) -> StreamReceiver:
+    return StreamReceiver(engine_weights(model), clone=clone)
+
+
+def write_all(weights: EngineWeights, tensors: Any, version: Any) -> None:
+    """A publish by a trainer in the engine's process."""
+    with weights.replacing(version) as plan:
+        plan.write_units(tensors)
 
 
 def weights(family: str, *, tie: bool = False, seed: int = 2) -> list[tuple[str, torch.Tensor]]:
@@ -76,16 +88,16 @@ def weights(family: str, *, tie: bool = False, seed: int = 2) -> list[tuple[str,
 class Engine:
     """A receiver, its sender, and the transport between them."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, clone: bool = False) -> None:
         self.model = engine_model("llama")
-        self.receiver, self.sender = receiver(self.model, **options), DeltaSender()
+        self.receiver, self.sender = receiver(self.model, clone=clone), DeltaSender()
         self.transport: Any = iter
 
     def publish(self, tensors: Any, version: int) -> Tally:
         """Return the sender's counts."""
         stream = self.sender.stream(tensors, version=version, receivers=[self.receiver.fingerprint])
         self.receiver.feed(self.transport(stream))
-        if self.receiver.version != version:
+        if self.receiver.weights.version != version:
             raise TransferFailed("the publish ended before its last record")
         return self.sender.tally
 
@@ -97,7 +109,7 @@ class Engine:
         )
 
 
-def feed_in_buckets(receiver: WeightReceiver, stream: Any) -> None:
+def feed_in_buckets(receiver: StreamReceiver, stream: Any) -> None:
     """As verl's receiver hands tensors over: views of memory that the next bucket overwrites."""
     buffer = torch.empty(1 << 16, dtype=torch.uint8)
     for name, tensor in stream:

@@ -83,7 +83,7 @@ def call(method: str, arguments: list[Any]) -> Any:
         return globals()[method](*arguments)
     if method == "digests":
         (engine,) = llm.collective_rpc(lambda worker: worker.weight_transfer_engine)
-        return engine.receiver.cache.digests
+        return engine.receiver._weights.cache.digests
     if method == "init_weight_transfer_engine":
         return llm.init_weight_transfer_engine({"init_info": arguments[0]})
     if method == "update_weights":

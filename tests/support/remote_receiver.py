@@ -37,4 +37,4 @@ for _ in range(int(publishes)):
             client.feed(inbox)
     except UserError as error:
         print(f"error {error}", file=sys.stderr, flush=True)
-    print(inbox.version, inbox.stale, inbox.fingerprint, flush=True)
+    print(inbox.weights.version, inbox.stale, inbox.fingerprint, flush=True)

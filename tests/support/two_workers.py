@@ -28,24 +28,28 @@ def publish(worker: Any, folder: str, scheme_name: str, version: int) -> tuple[l
     """Runs in each worker, with a sender beside it. Odd versions are of the second checkpoint. Returns the modules that
     vLLM's layerwise reload wrote, and whether it was a delta."""
     from qarl.rollout.publish.manifest import check_same_layers, expected_manifest
-    from qarl.rollout.remote.receive import WeightReceiver
+    from qarl.rollout.publish.transaction import EngineWeights
+    from qarl.rollout.remote.receive import StreamReceiver
     from qarl.rollout.remote.wire import DeltaSender
 
     scheme, model = get_scheme(scheme_name, 32), worker.get_model()
     if version == 1:
         expected = expected_manifest(worker.vllm_config.model_config.hf_config, scheme, IGNORE)
         check_same_layers(model, expected)
-        worker.receiver = WeightReceiver(model, worker.vllm_config, expected, kv_caches=lambda: [])
+        weights = EngineWeights(model, worker.vllm_config, expected, kv_caches=lambda: [])
+        worker.receiver = StreamReceiver(weights)
         worker.sender = DeltaSender()
     tensors = both(Path(folder), scheme)[version % 2]
-    fingerprint = worker.receiver.cache.fingerprint if worker.receiver.cache else None
+    fingerprint = worker.receiver.fingerprint
     stream = worker.sender.stream(
         stacked(tensors.items()), version=version, receivers=[fingerprint]
     )
     worker.receiver.feed(stream)
-    assert worker.receiver.version == version
+    assert worker.receiver.weights.version == version
     reloaded = [
-        target.name for target in worker.receiver.plan.by_owner.values() if target.writer is None
+        target.name
+        for target in worker.receiver.weights.plan.by_owner.values()
+        if target.writer is None
     ]
     return reloaded, worker.sender.tally.known
 

@@ -38,7 +38,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
 from qarl.errors import UserError
-from qarl.rollout.remote.wire import BEGIN, read_record
+from qarl.rollout.remote.records import BEGIN, read_record
 from qarl.verl.config_classes import QaRLPolicyLossConfig, QuantFSDPEngineConfig
 
 rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]

@@ -23,14 +23,16 @@ from publish_streams import engine_model, feed_in_buckets, runner_of, weights
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
 from qarl.errors import UserError
-from qarl.rollout.adapters import AdapterReceiver
+from qarl.rollout.remote.receive import StreamReceiver
 from qarl.rollout.remote.wire import DeltaSender, encode_publish
 from qarl.verl import worker_extension
-from qarl.verl.publish import publication
+from qarl.verl.publication import publication, run_identity
 
 
 class Receiver:
     """Takes what comes; or holds a view of it and fails; or misses the last record."""
+
+    adapter = None
 
     def __init__(self, fails: bool = False, stops: bool = False) -> None:
         self.fails, self.stops = fails, stops
@@ -85,21 +87,26 @@ def publish(make_receiver: Any, tensors: Any = TENSORS) -> dict[str, Any]:
     return {"raised": raised, "names": names, "sent": not thread.is_alive(), "errors": errors}
 
 
-def cannot_be_made(runner: Any) -> Any:
+def cannot_be_made(worker: Any, run: str) -> Any:
     raise ValueError("the engine quantizes other layers")
+
+
+def worker_of(runner: Any) -> Any:
+    return SimpleNamespace(model_runner=runner)
 
 
 def reuses_its_buffer() -> dict[str, Any]:
     """The receiver that a worker makes, given views of memory that the next tensor overwrites."""
-    receiver = MAKE(runner_of(engine_model("llama")))
-    feed_in_buckets(receiver, encode_publish(weights("llama"), version=1))
-    return {"version": receiver.version}
+    run = run_identity()
+    receiver = MAKE(worker_of(runner_of(engine_model("llama"))), run)
+    feed_in_buckets(receiver, encode_publish(weights("llama"), version=1, run=run))
+    return {"version": receiver.weights.version}
 
 
 def changes_through_buckets() -> dict[str, Any]:
     """Three publishes of one worker through verl's sender: all tensors, changes, and all tensors after a loss."""
     model, tensors, outbox = engine_model("llama"), weights("llama"), DeltaSender()
-    receiver = MAKE(runner_of(model))
+    receiver = MAKE(worker_of(runner_of(model)), run_identity())
     result: list[dict[str, Any]] = []
     for version in (1, 2, 3, 4):
         sent = publication(tensors, version, outbox)
@@ -108,14 +115,14 @@ def changes_through_buckets() -> dict[str, Any]:
         if version == 3:  # nothing of it arrives
             tensors = [(name, tensor + 1) for name, tensor in tensors]
             continue
-        outcome = publish(lambda runner: receiver, tensors=stream)
+        outcome = publish(lambda *_: receiver, tensors=stream)
         state = model.state_dict()
         equal = all(torch.equal(state[name], tensor) for name, tensor in tensors)
         result.append(
             {
                 "raised": outcome["raised"],
                 "equal": equal,
-                "version": receiver.version,
+                "version": receiver.weights.version,
                 **outbox.metrics(),
             }
         )
@@ -128,12 +135,12 @@ def adapter_of_a_worker() -> list[Any]:
     worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
     answers = [(worker.qarl_adapter(), worker.qarl_has_base())]
     request = SimpleNamespace(lora_name="v1", lora_int_id=3)
-    target: Any = SimpleNamespace(check_present=lambda: None, request=request)
-    worker._qarl_receiver = MAKE(runner_of(engine_model("llama")))
-    worker._qarl_adapter_receiver = AdapterReceiver(target, worker._qarl_receiver)
-    worker._qarl_receiver.version = target.version = 1
+    target: Any = SimpleNamespace(check_present=lambda: None, request=request, version=1)
+    base = MAKE(worker_of(runner_of(engine_model("llama"))), run_identity()).weights
+    base.version = 1
+    worker._qarl_receiver = StreamReceiver(base, target)
     answers.append((worker.qarl_adapter(), worker.qarl_has_base()))
-    worker._qarl_receiver.mark_stale("a publish failed")
+    base.mark_stale("a publish failed")
     answers.append((worker.qarl_adapter(), worker.qarl_has_base()))
 
     def lost() -> None:
@@ -147,11 +154,11 @@ results = {
     "adapter": adapter_of_a_worker(),
     "changes": changes_through_buckets(),
     "reused": reuses_its_buffer(),
-    "well": publish(lambda runner: Receiver()),
+    "well": publish(lambda *_: Receiver()),
     "not made": publish(cannot_be_made),
-    "on the way": publish(lambda runner: Receiver(fails=True)),
-    "stops": publish(lambda runner: Receiver(stops=True)),
-    "nothing": publish(lambda runner: Receiver(), tensors=[]),
+    "on the way": publish(lambda *_: Receiver(fails=True)),
+    "stops": publish(lambda *_: Receiver(stops=True)),
+    "nothing": publish(lambda *_: Receiver(), tensors=[]),
 }
 Path(sys.argv[1]).write_text(json.dumps(results), encoding="utf-8")
 os._exit(0)  # a sender that still waits would keep the process

@@ -77,7 +77,7 @@ class Server:
 
     def state(self) -> tuple[Any, Any]:
         receiver = self.worker._qarl_receiver
-        return receiver.version, receiver.fingerprint
+        return receiver.weights.version, receiver.fingerprint
 
 
 class Actor(ActorRolloutRefWorker):
@@ -121,9 +121,9 @@ class Rollout(CheckpointEngineWorker):
     def __init__(self, folder: str) -> None:
         from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-        from qarl.verl import publish
+        from qarl.rollout.remote import host_turn
 
-        publish.SOCKET_FOLDER = Path(folder)  # waits for no other run on this machine
+        host_turn.FOLDER = Path(folder)  # waits for no other run on this machine
         engine = CheckpointEngineConfig(**CONFIG)
         config = RolloutConfig(name="vllm", tensor_model_parallel_size=1, checkpoint_engine=engine)
         unused: Any = None

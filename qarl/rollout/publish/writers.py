@@ -19,9 +19,10 @@ Under tensor parallelism each worker of an engine gets whole tensors and writes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torch import nn
 from qarl.errors import UserError
 from qarl.rollout.publish import cpu_layers, experts, graph_addresses
 from qarl.rollout.publish.experts import Writer, holds_experts
-from qarl.rollout.publish.manifest import WRAPPED, Manifest, without_wrappers
+from qarl.rollout.publish.manifest import WRAPPED, Manifest, NamedTensor, unit_of, without_wrappers
 from qarl.rollout.publish.tensor_parallel import Cut, Part, cut_of_split
 from qarl.vllm_versions import loaded_below
 
@@ -197,6 +198,11 @@ class WritePlan:
                 why="the trainer's model has no such tensors, so they would keep the random numbers of the start",
                 fix="remove the setting in config.json that adds them (such as a bias), or report this model family",
             )
+
+    def write_units(self, tensors: Iterable[NamedTensor]) -> None:
+        """Write all tensors of a publish, in layer order, one unit at a time."""
+        for _, unit in groupby(tensors, key=lambda item: unit_of(item[0])):
+            self.write(dict(unit))
 
     @torch.no_grad()
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -33,7 +33,7 @@ import torch
 
 from qarl.errors import UserError
 from qarl.rollout.publish.manifest import NamedTensor, TensorSpec
-from qarl.rollout.remote.wire import COMMIT, RETRY, TransferFailed
+from qarl.rollout.remote.records import COMMIT, RETRY, TransferFailed, without_number
 
 DEFAULT_SECONDS = 120.0
 _HELLO_SECONDS = 10.0
@@ -232,7 +232,7 @@ class WeightClient:
             TransferFailed: a tensor has more than `limit` bytes.
         """
         name = ""
-        while name.partition("#")[0] != COMMIT:
+        while without_number(name) != COMMIT:
             with _lost("the trainer", self.seconds):
                 header = _receive_header(self._socket)
                 name = header["name"]
@@ -256,7 +256,7 @@ class WeightClient:
             )
 
     def feed(self, receiver: Any) -> None:
-        """Feed the publish to `receiver` (`qarl.rollout.remote.receive.WeightReceiver`), and answer.
+        """Feed the publish to `receiver` (`qarl.rollout.remote.receive.StreamReceiver`), and answer.
 
         Raises:
             UserError: the receiver raised it.

@@ -60,8 +60,9 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from qarl.errors import UserError
 from qarl.quant.experts import stacked
 from qarl.rollout.publish.manifest import NamedTensor, engines_manifest
+from qarl.rollout.publish.transaction import EngineWeights
 from qarl.rollout.publish.version import checked_version
-from qarl.rollout.remote.receive import WeightReceiver
+from qarl.rollout.remote.receive import StreamReceiver
 from qarl.rollout.remote.sockets import DEFAULT_SECONDS, WeightClient, WeightServer, own_address
 from qarl.rollout.remote.wire import DeltaSender, encode_publish
 from qarl.vllm_versions import check_release, kv_cache_tensors
@@ -90,7 +91,7 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
     init_info_cls = QaRLInitInfo
     update_info_cls = QaRLUpdateInfo
     supports_draft_weight_update = False
-    receiver: WeightReceiver | None = None
+    receiver: StreamReceiver | None = None
     info: QaRLInitInfo | None = None
     failed = False
     """Whether the last publish failed."""
@@ -103,12 +104,13 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
         if self.receiver is None:
             check_release()
             expected = engines_manifest(self.model_config.hf_config, self.model)
-            self.receiver = WeightReceiver(
+            weights = EngineWeights(
                 self.model,
                 self.vllm_config,
                 expected,
                 kv_caches=lambda: kv_caches(self.vllm_config),
             )
+            self.receiver = StreamReceiver(weights)
             refuse_logits(self.model, self._refusal)
 
     def start_weight_update(self) -> None:
@@ -130,7 +132,7 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
         """Receive one publish. After an error the model refuses to compute logits until a publish is complete."""
         receiver, info = self._ready()
         self.failed = True
-        largest = max(spec.nbytes for spec in receiver.expected.values())
+        largest = max(spec.nbytes for spec in receiver.weights.expected.values())
         address = info.host, info.port
         options: dict[str, Any] = {"seconds": info.seconds, "limit": largest}
         with WeightClient(
@@ -159,7 +161,7 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
     def shutdown(self) -> None:
         self.receiver = None
 
-    def _ready(self) -> tuple[WeightReceiver, QaRLInitInfo]:
+    def _ready(self) -> tuple[StreamReceiver, QaRLInitInfo]:
         if self.receiver is None or self.info is None:
             raise UserError(
                 "the engine does not know where the trainer is",

@@ -24,7 +24,6 @@ sends all tensors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -36,48 +35,7 @@ from qarl.rollout.publish.checksum import unit_checksums
 from qarl.rollout.publish.manifest import NamedTensor, unit_of
 from qarl.rollout.publish.version import checked_version
 from qarl.rollout.remote.delta import PublishedCache, Tally, find_changes
-
-PREFIX = "qarl."
-BEGIN = "qarl.begin"
-UNIT = "qarl.unit"
-COMMIT = "qarl.commit"
-
-
-RETRY = (
-    "publish all tensors once more: with backend=verl run the same command again, which resumes from the last "
-    "checkpoint; in your own program call send_weights again"
-)
-"""The advice in errors of a publish that failed on its way."""
-
-
-class TransferFailed(UserError):
-    """The received data differs from the sent data. Publishing again may work."""
-
-    def __init__(
-        self, what: str, *, where: str | None = None, why: str | None = None, fix: str = RETRY
-    ) -> None:
-        super().__init__(what, where=where, why=why, fix=fix)
-
-
-def is_record(name: str) -> bool:
-    return name.startswith(PREFIX)
-
-
-def read_record(name: str, tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the content of a record. Raise TransferFailed if it is damaged."""
-    try:
-        content: dict[str, Any] = json.loads(tensor.cpu().numpy().tobytes())
-    except ValueError as error:
-        raise TransferFailed(
-            f"the record {name} of a publish cannot be read", why=str(error)
-        ) from error
-    return content
-
-
-def record(name: str, content: Mapping[str, Any]) -> NamedTensor:
-    """Return a record as a tensor."""
-    data = bytearray(json.dumps(content, separators=(",", ":")).encode())
-    return name, torch.frombuffer(data, dtype=torch.uint8)
+from qarl.rollout.remote.records import BEGIN, COMMIT, UNIT, record
 
 
 def refuse_nonfinite(names: Sequence[str], flags: Sequence[int]) -> None:
@@ -90,17 +48,6 @@ def refuse_nonfinite(names: Sequence[str], flags: Sequence[int]) -> None:
         where=", ".join(bad[:8]),
         why="the engine would return NaN, and its KV cache would keep the NaN",
         fix="lower optim.lr or actor.grad_clip, or check what the last update did to these weights",
-    )
-
-
-def not_as_sent(unit: str, names: list[str], sent: list[str]) -> TransferFailed:
-    """Return the error for a unit whose tensors `names` are not those of its record, `sent`."""
-    lost = [name for name in sent if name not in names]
-    extra = [name for name in names if name not in sent]
-    return TransferFailed(
-        f"{unit} did not arrive as it was sent",
-        where=f"lost: {lost[:4]}; not sent: {extra[:4]}",
-        why="the transport dropped, added or reordered tensors",
     )
 
 
@@ -198,35 +145,6 @@ def send_changes(
         cache.take(name, tensor, digest, is_delta=name in deltas)
         yield name, tensor
     yield record(UNIT, {"unit": unit, "digests": digests, "deltas": deltas})
-
-
-def receive_changes(
-    unit: Mapping[str, Any],
-    sent: list[NamedTensor],
-    members: Collection[str],
-    cache: PublishedCache,
-) -> None:
-    """Apply to `cache` the tensors that `send_changes` has yielded for a unit before its record, `unit`.
-
-    `members`: names of all tensors of the unit. The caller then compares the checksums of all of them, because a
-    payload does not say which tensor it is for.
-
-    Raises:
-        TransferFailed: a tensor was lost or added on the way, or a payload is damaged.
-    """
-    names = [name for name, _ in sent]
-    digests = unit["digests"]
-    if names != list(digests):
-        raise not_as_sent(unit["unit"], names, list(digests))
-    for name, tensor in sent:
-        try:
-            if name not in members:
-                raise ValueError(f"it is not a tensor of {unit['unit']}")
-            cache.take(name, tensor, digests[name], is_delta=name in unit["deltas"])
-        except ValueError as error:
-            raise TransferFailed(
-                f"the changes of {name} cannot be applied", why=str(error)
-            ) from error
 
 
 class DeltaSender:

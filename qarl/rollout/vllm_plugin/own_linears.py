@@ -37,7 +37,7 @@ from vllm.scalar_type import scalar_types
 from qarl.errors import UserError
 from qarl.kernels.base import PreparedWeight
 from qarl.kernels.registry import OWN_KERNELS
-from qarl.rollout.engine_config import REQUEST_KEY, KernelRequest
+from qarl.rollout.kernel_request import REQUEST_KEY, KernelRequest
 
 _DISABLED = "VLLM_DISABLED_KERNELS"
 _TABLES = ("_POSSIBLE_KERNELS", "_POSSIBLE_INT8_KERNELS", "_POSSIBLE_FP8_KERNELS")

@@ -180,7 +180,7 @@ def test_preemptions_are_counted(trainer, pristine_model):
         few = engine.generate(prompts[:1], SamplingConfig(300, ignore_eos=True), seeds=[0])
         many = engine.generate(prompts, SamplingConfig(300, ignore_eos=True), seeds=list(range(6)))
         again = engine.generate(prompts[:1], SamplingConfig(300, ignore_eos=True), seeds=[0])
-        (cache, *_) = engine.receiver.kv_caches()
+        (cache, *_) = engine.weights.kv_caches()
     assert few.preemptions == again.preemptions == 0 and many.preemptions > 0
     assert 8 in cache.shape[:2]  # blocks
     blocks = (

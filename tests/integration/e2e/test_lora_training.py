@@ -68,7 +68,7 @@ def run_steps(tmp_path, steps: int, *overrides: str) -> list[dict[str, float]]:
     trainer = LocalTrainer(settings, prepare_run(settings))
     with trainer.engine:
         first = trainer.publish()
-        theirs, norm = trainer.engine.receiver.storage(), "model.norm.weight"
+        theirs, norm = trainer.engine.weights.storage(), "model.norm.weight"
         assert trainer.policy.model.get_parameter(norm).data_ptr() == theirs[norm].data_ptr(), (
             "not shared"
         )

@@ -42,8 +42,8 @@ def state_digest(trainer: LocalTrainer) -> str:
 
 def fail_to_write(trainer: LocalTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next publish fails half way, and those after it do not."""
-    assert trainer.engine.receiver is not None
-    plan, write = trainer.engine.receiver.plan, trainer.engine.receiver.plan.write
+    assert trainer.engine.weights is not None
+    plan, write = trainer.engine.weights.plan, trainer.engine.weights.plan.write
 
     def fail(tensors):
         if any("layers.1" in name for name in tensors):

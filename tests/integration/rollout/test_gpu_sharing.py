@@ -126,7 +126,7 @@ def engine(gpu: None) -> Any:
     instance.config, instance._asleep, instance._dynamo_was_disabled = config(), False, None
     instance.adapter, instance._counts_preemptions = None, True
     instance.llm, instance.expected = SleepingLLM(), {}
-    instance.receiver = Receiver(instance.llm)
+    instance.weights = Receiver(instance.llm)
     return instance
 
 
@@ -188,7 +188,7 @@ def test_a_publish_resets_the_prefix_cache(engine: Any) -> None:
     engine.llm.idle = False
     with pytest.raises(RuntimeError, match="prefix cache"):
         engine.publish([], version=3)
-    assert engine.stale and "version 3 did not complete" in engine.receiver.stale_because
+    assert engine.stale and "version 3 did not complete" in engine.weights.stale_because
 
 
 def test_an_engine_that_cannot_wake_is_lost_and_says_why(engine: Any) -> None:
@@ -199,7 +199,7 @@ def test_an_engine_that_cannot_wake_is_lost_and_says_why(engine: Any) -> None:
     engine.llm.wake_up = no_room
     with pytest.raises(EngineFailed, match="CUDA out of memory"):
         engine.publish([], version=2)
-    assert engine.receiver.broken and engine.stale
+    assert engine.weights.broken and engine.stale
     engine.sleep()  # a broken engine is left alone
     assert engine.llm.calls == ["sleep 1"]
 
@@ -219,7 +219,7 @@ def test_an_engine_that_falls_asleep_half_way_is_lost_and_is_woken_before_it_is_
     )
     with pytest.raises(EngineFailed, match="no host memory"):
         engine.sleep()
-    assert engine.receiver.broken and engine.stale
+    assert engine.weights.broken and engine.stale
     engine.close()
     assert calls == ["wake", "shutdown"]
 

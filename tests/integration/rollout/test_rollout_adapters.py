@@ -25,10 +25,12 @@ from qarl.errors import UserError
 from qarl.lora.adapter import Adapter
 from qarl.lora.layers import Adapters
 from qarl.quant import packed_state_dict
-from qarl.rollout import adapters as rollout_adapters
-from qarl.rollout.adapters import AdapterReceiver, AdapterSpec
+from qarl.rollout.adapter_spec import AdapterSpec
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
+from qarl.rollout.publish import adapter_folder
+from qarl.rollout.publish.adapters import EngineAdapter
 from qarl.rollout.publish.writers import WritePlan
+from qarl.rollout.remote.receive import StreamReceiver
 from qarl.rollout.remote.wire import encode_publish
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
@@ -125,20 +127,20 @@ def test_layerwise_reload_writes_the_base_under_its_adapters(based, pristine_mod
         based.publish_adapter(adapter, version=version)
         return greedy(based)
 
-    directly = based.receiver.plan
+    directly = based.weights.plan
     expected = [outputs(other, 1), outputs(packed_state_dict(load_model(pristine_model)), 2)]
-    based.receiver.plan = WritePlan(
+    based.weights.plan = WritePlan(
         based.model(), directly.vllm_config, based.expected, direct=False
     )
     try:
         assert all(
             target.writer is None
-            for target in based.receiver.plan.by_owner.values()
+            for target in based.weights.plan.by_owner.values()
             if target.name.endswith("proj")
         )
         assert outputs(other, 3) == expected[0] != expected[1]
     finally:
-        based.receiver.plan = directly
+        based.weights.plan = directly
 
 
 def test_transformers_and_peft_load_the_export_and_give_nearly_the_engines_log_probs(
@@ -191,7 +193,7 @@ def test_an_adapter_that_arrives_as_a_stream_is_the_one_that_was_sent(based, ada
     based.publish_adapter(adapter, version=1)
     expected = greedy(based)
     based.publish_adapter(changed(adapters, 3), version=2)
-    receiver = AdapterReceiver(based.adapter, based.receiver)
+    receiver = StreamReceiver(based.weights, based.adapter)
     settings = {
         "r": adapter.r,
         "alpha": adapter.alpha,
@@ -218,7 +220,7 @@ def test_an_adapter_that_arrives_as_a_stream_is_the_one_that_was_sent(based, ada
         with pytest.raises(UserError, match=words) if fault != "cut" else nullcontext():
             receiver.feed(rest)
         assert receiver.stale and based.weight_version is None
-    based.receiver.mark_stale("it slept")
+    based.weights.mark_stale("it slept")
     with pytest.raises(UserError, match="its base has not been published"):
         receiver.feed(stream)
 
@@ -306,9 +308,9 @@ def test_an_adapter_that_cannot_be_written_does_not_lose_the_engine(based, adapt
     monkeypatch.setattr(
         shutil, "disk_usage", lambda folder: SimpleNamespace(free=adapters.adapter().nbytes)
     )
-    folders, write = [], rollout_adapters.write_adapter
+    folders, write = [], adapter_folder.write_adapter
     monkeypatch.setattr(
-        rollout_adapters, "write_adapter", lambda *args: folders.append(args[0]) or write(*args)
+        adapter_folder, "write_adapter", lambda *args: folders.append(args[0]) or write(*args)
     )
     based.publish_adapter(adapters.adapter(), version=1)
     assert greedy(based) and not folders[0].is_relative_to("/dev/shm")
@@ -316,7 +318,7 @@ def test_an_adapter_that_cannot_be_written_does_not_lose_the_engine(based, adapt
     def full(*args: Any) -> None:
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr(rollout_adapters, "write_adapter", full)
+    monkeypatch.setattr(adapter_folder, "write_adapter", full)
     with pytest.raises(UserError, match="could not be written") as error:
         based.publish_adapter(adapters.adapter(), version=2)
     assert "No space left" in str(error.value.why)
@@ -372,8 +374,6 @@ def test_a_new_base_needs_its_adapter_again(based, model, adapters):
 
 
 def test_targets_without_a_place_in_the_engine_are_refused(engine, adapters):
-    from qarl.rollout.adapters import EngineAdapter
-
     with pytest.raises(UserError, match="no place for an adapter of c_attn"):
         EngineAdapter(
             engine.llm.llm_engine, engine.model(), AdapterSpec(8, (*adapters.targets, "c_attn"))

@@ -25,7 +25,7 @@ from random_moe import (
 
 from qarl.kernels.vllm_experts import CpuExperts, VllmCpuBf16Experts
 from qarl.quant import Scheme, get_scheme
-from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig, _make_receiver
+from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig, _engine_weights
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 
@@ -89,8 +89,8 @@ def test_layerwise_reload_of_experts_is_the_direct_write(running: Running) -> No
     engine = running.engine
     tokens = []
     for direct in (True, False, True):
-        (engine.receiver,) = engine.llm.collective_rpc(
-            _make_receiver, args=(engine.expected, direct)
+        (engine.weights,) = engine.llm.collective_rpc(
+            _engine_weights, args=(engine.expected, direct)
         )
         for version, tensors in enumerate((running.second, running.first)):
             engine.publish(tensors.items(), version=version)

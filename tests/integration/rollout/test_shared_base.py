@@ -69,8 +69,8 @@ def base_of(policy: Policy) -> dict[str, torch.Tensor]:
 
 def not_shared(policy: Policy, engine: RolloutEngine) -> set[str]:
     """The layers of which a tensor other than a bias is not in the engine's memory."""
-    assert engine.receiver is not None
-    theirs = {tensor.untyped_storage().data_ptr() for tensor in engine.receiver.storage().values()}
+    assert engine.weights is not None
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in engine.weights.storage().values()}
     left = {
         name
         for name, tensor in base_of(policy).items()

@@ -22,6 +22,7 @@ from vllm.v1.worker import gpu_worker
 
 from qarl.errors import UserError
 from qarl.rollout.remote import vllm_transfer
+from qarl.rollout.remote.records import COMMIT, TransferFailed
 from qarl.rollout.remote.sockets import PeerLost
 from qarl.rollout.remote.vllm_transfer import (
     PackedSource,
@@ -29,7 +30,6 @@ from qarl.rollout.remote.vllm_transfer import (
     QaRLTrainerTransfer,
     QaRLTransferEngine,
 )
-from qarl.rollout.remote.wire import COMMIT, TransferFailed
 
 pytestmark = pytest.mark.vllm
 
@@ -117,7 +117,7 @@ def without_vllms_config(monkeypatch):
 
     monkeypatch.setattr(gpu_worker, "set_current_vllm_config", lambda config: nullcontext())
     monkeypatch.setattr(
-        vllm_transfer, "engines_manifest", lambda config, model: receiver(model).expected
+        vllm_transfer, "engines_manifest", lambda config, model: receiver(model).weights.expected
     )
 
 
@@ -140,7 +140,7 @@ def break_once(worker: OneWorker) -> None:
 
 
 def version(worker: OneWorker) -> int | None:
-    return worker.weight_transfer_engine.receiver.version
+    return worker.weight_transfer_engine.receiver.weights.version
 
 
 def test_dummy_weights_do_not_generate_before_a_publish():

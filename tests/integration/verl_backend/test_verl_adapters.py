@@ -30,7 +30,7 @@ from verl_runs import REWARD, quickstart, run_quickstart
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 from qarl.process import answer_for_vllm
-from qarl.rollout.remote.wire import BEGIN, COMMIT, UNIT
+from qarl.rollout.remote.records import BEGIN, COMMIT, UNIT
 
 pytest.importorskip("verl")
 

@@ -13,18 +13,20 @@ import pytest
 from publish_streams import weights
 from ranks import RAYS, run_ranks
 
+from qarl.rollout.remote.records import COMMIT
 from qarl.rollout.remote.sockets import PeerLost
-from qarl.rollout.remote.wire import COMMIT, DeltaSender
+from qarl.rollout.remote.wire import DeltaSender
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 pytest.importorskip("ray")
 
 
-from qarl.verl import publish as publish_module
+from qarl.rollout.remote import host_turn
 from qarl.verl.config_classes import QuantSettings
 from qarl.verl.fsdp_engine import QaRLFSDPEngine
-from qarl.verl.publish import TIMEOUT_VARIABLE, QaRLCheckpointEngine, publication
+from qarl.verl.publication import TIMEOUT_VARIABLE, publication
+from qarl.verl.publish import QaRLCheckpointEngine
 
 LATE = "model.layers.1.mlp.down_proj.weight"
 
@@ -117,7 +119,7 @@ def actor(rank: int, asked: list[str]) -> Any:
 def test_the_actor_asks_the_servers_only_if_verl_publishes_itself(monkeypatch, tmp_path):
     """With a checkpoint engine they wait for tensors at that time. Only the first rank's stream is sent, so only that
     rank keeps the tensors, and the turn for this host's sockets is the rollout worker's."""
-    monkeypatch.setattr(publish_module, "SOCKET_FOLDER", tmp_path)
+    monkeypatch.setattr(host_turn, "FOLDER", tmp_path)
     asked: list[str] = []
     first, second = actor(0, asked), actor(1, asked)
     for known in (False, True):
@@ -139,7 +141,7 @@ def test_the_actor_asks_the_servers_only_if_verl_publishes_itself(monkeypatch, t
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_shared_device_gets_no_changes_and_keeps_nothing(rank, monkeypatch, tmp_path):
     """Whatever `publish_delta` says. Engines with devices of their own get changes from the first rank."""
-    monkeypatch.setattr(publish_module, "SOCKET_FOLDER", tmp_path)
+    monkeypatch.setattr(host_turn, "FOLDER", tmp_path)
     for shared, wanted in ((True, False), (False, rank == 0)):
         made = actor(rank, [])
         stream, _ = made.get_per_tensor_param(base_sync_done=shared)

@@ -8,27 +8,33 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 import zmq
+from publish_streams import engine_model, engine_weights
 from ranks import RAYS, run_ranks
 
 from qarl.errors import UserError
-from qarl.rollout.remote.wire import UNIT, TransferFailed, encode_publish
+from qarl.rollout.remote.receive import StreamReceiver
+from qarl.rollout.remote.records import UNIT, TransferFailed, numbered, without_number
+from qarl.rollout.remote.wire import encode_publish
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
-from qarl.verl import publish
-from qarl.verl.publish import Publication, decode, numbered, publish_timeout, turn_on_host
+from qarl.rollout.remote import host_turn
+from qarl.rollout.remote.host_turn import turn_on_host
+from qarl.verl.publication import Publication, publish_timeout, refuse_other_run
 
+turn = partial(turn_on_host, limit="a test sets the limit")
 TENSORS = [("model.norm.weight", torch.ones(4))]
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(publish, "SOCKET_FOLDER", tmp_path)
+    monkeypatch.setattr(host_turn, "FOLDER", tmp_path)
     for name, value in RAYS.items():
         monkeypatch.setenv(name, value)
     return tmp_path
@@ -36,9 +42,12 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("sender", ["host/2/01000000", "host/1/02000000", "other/1/01000000"])
 def test_weights_of_another_run_are_refused_by_name(sender):
-    stream = decode(numbered(encode_publish(TENSORS, version=3, run=sender)), run="host/1/01000000")
+    check_begin = partial(refuse_other_run, run="host/1/01000000")
+    weights = engine_weights(engine_model("llama"))
+    receiver = StreamReceiver(weights, check_begin=check_begin)
     with pytest.raises(TransferFailed, match="the weights of another run") as caught:
-        list(stream)
+        receiver.feed(encode_publish(TENSORS, version=3, run=sender))
+    assert weights.stale
     assert sender in caught.value.where and "host/1/01000000" in caught.value.where
 
 
@@ -52,13 +61,13 @@ def test_a_process_that_does_not_know_its_run_does_not_publish(monkeypatch, name
 
 
 def test_runs_wait_for_each_other_and_ranks_of_one_do_not():
-    with turn_on_host("host/1/a", seconds=0.1), turn_on_host("host/1/a", seconds=0.1):
+    with turn("host/1/a", seconds=0.1), turn("host/1/a", seconds=0.1):
         with pytest.raises(
             UserError, match="another run has blocked publishing on this host"
         ) as caught:
-            turn_on_host("host/1/b", seconds=0.1).__enter__()
+            turn("host/1/b", seconds=0.1).__enter__()
         assert f".{os.getpid()}." in caught.value.where
-    with turn_on_host("host/1/b", seconds=0.1):
+    with turn("host/1/b", seconds=0.1):
         pass
 
 
@@ -71,16 +80,16 @@ def test_the_turn_of_a_killed_process_is_free(folder):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ok\n"
         with pytest.raises(UserError, match="blocked publishing"):
-            turn_on_host("b", seconds=0.1).__enter__()
+            turn("b", seconds=0.1).__enter__()
         process.kill()
         process.wait()
-    with turn_on_host("b", seconds=0.1):
+    with turn("b", seconds=0.1):
         assert not left.exists()
 
 
 def test_a_refused_turn_leaves_no_time_limit(monkeypatch):
     monkeypatch.setenv("QARL_PUBLISH_TIMEOUT", "0.01")
-    with turn_on_host("another", seconds=1), pytest.raises(UserError, match="blocked publishing"):
+    with turn("another", seconds=1), pytest.raises(UserError, match="blocked publishing"):
         Publication(iter(())).reserve()
     assert zmq.RCVTIMEO not in zmq.Context.instance().sockopts
 
@@ -171,7 +180,7 @@ def test_changes_come_through_verls_buckets_and_a_lost_publish_is_noticed(result
 def test_every_record_survives_a_bucket_which_is_a_dict_by_name():
     tensors = [(f"model.layers.{i}.norm.weight", torch.full((4,), float(i))) for i in range(3)]
     bucket = dict(numbered(encode_publish(tensors, version=7, run="host/1/01")))
-    received = list(decode(bucket.items(), run="host/1/01"))
+    received = [(without_number(name), tensor) for name, tensor in bucket.items()]
     sent = list(encode_publish(tensors, version=7, run="host/1/01"))
     assert [name for name, _ in received] == [name for name, _ in sent]
     assert [name for name, _ in received].count(UNIT) == 3

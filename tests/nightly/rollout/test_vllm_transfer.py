@@ -20,8 +20,8 @@ from random_models import save_random_model
 from qarl.quant import packed_state_dict
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.rollout.publish.checksum import checksums
+from qarl.rollout.remote.records import TransferFailed
 from qarl.rollout.remote.sockets import PeerLost
-from qarl.rollout.remote.wire import TransferFailed
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 

@@ -17,7 +17,7 @@ from triton_rig import DEVICE
 from qarl.kernels.triton.linears import unavailable
 from qarl.process import configure_vllm_process
 from qarl.quant import QuantLinear, get_scheme
-from qarl.rollout.engine_config import engine_arguments, kernel_request
+from qarl.rollout.kernel_request import engine_arguments, kernel_request
 
 load_general_plugins = pytest.importorskip("vllm.plugins").load_general_plugins
 

@@ -14,8 +14,9 @@ from torch import nn
 from qarl.rollout.publish import graph_addresses
 from qarl.rollout.publish.graph_addresses import addresses_kept, moved, places
 from qarl.rollout.publish.manifest import TensorSpec
+from qarl.rollout.publish.transaction import EngineWeights
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
-from qarl.rollout.remote.receive import WeightReceiver
+from qarl.rollout.remote.receive import StreamReceiver
 from qarl.rollout.remote.wire import encode_publish
 
 GRAPHS = SimpleNamespace(
@@ -129,7 +130,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     return model
 
 
-def receiver(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> WeightReceiver:
+def receiver(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> StreamReceiver:
     import contextlib
 
     import vllm.config
@@ -139,7 +140,8 @@ def receiver(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> WeightReceive
     )
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32), **vars(GRAPHS))
     expected = {"one.weight": TensorSpec.of(torch.zeros(3, 2))}
-    return WeightReceiver(model, config, expected, kv_caches=list, direct=False)
+    weights = EngineWeights(model, config, expected, kv_caches=list, direct=False)
+    return StreamReceiver(weights)
 
 
 @pytest.mark.vllm
@@ -153,7 +155,7 @@ def test_a_publish_through_vllms_reload_leaves_the_workspace_in_its_place(
         receiving.feed(
             encode_publish([("one.weight", torch.full((3, 2), float(version)))], version=version)
         )
-        assert receiving.version == version
+        assert receiving.weights.version == version
         assert (
             model.one.weight.data_ptr() == weight
             and model.one.weight.tolist() == [[2 * version] * 2] * 3
@@ -169,7 +171,7 @@ def test_the_next_publish_reports_what_an_aborted_one_moved(
     receiving = receiver(model, monkeypatch)
     receiving.feed(list(encode_publish([("one.weight", torch.ones(3, 2))], version=1))[:-1])
     model.one.table = functools.partial(max, torch.ones(6))
-    receiving.abort("the sender died")
+    receiving.weights.abort("the sender died")
     with pytest.raises(ReloadFailed, match=r"(?s)version 2 moved 1 tensors.*model\.one\.table"):
         receiving.feed(encode_publish([("one.weight", torch.ones(3, 2))], version=2))
 
@@ -184,6 +186,6 @@ def test_an_engine_whose_graphs_lost_a_tensor_is_broken(
         TensorsMoved, match=r"(?s)version 1 moved.*model\.one\.steps.*fix: .*enforce_eager=true"
     ):
         receiving.feed(encode_publish([("one.weight", torch.ones(3, 2))], version=1))
-    assert receiving.broken and receiving.stale
+    assert receiving.weights.broken and receiving.stale
     with pytest.raises(ReloadFailed, match="takes no more publishes"):
         receiving.feed(encode_publish([("one.weight", torch.ones(3, 2))], version=2))

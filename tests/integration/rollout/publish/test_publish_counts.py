@@ -24,9 +24,11 @@ from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme
 from qarl.quant.experts import stacked
 from qarl.rollout.publish.manifest import expected_manifest, unit_of
+from qarl.rollout.publish.transaction import EngineWeights
 from qarl.rollout.remote.delta import PublishedCache
-from qarl.rollout.remote.receive import WeightReceiver
-from qarl.rollout.remote.wire import BEGIN, COMMIT, UNIT, encode_publish, read_record
+from qarl.rollout.remote.receive import StreamReceiver
+from qarl.rollout.remote.records import BEGIN, COMMIT, UNIT, read_record
+from qarl.rollout.remote.wire import encode_publish
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 LIMIT = 40
@@ -91,7 +93,7 @@ def counts(
     tensors = wire_tensors(like, scheme)
     model, config = worker_model(save_checkpoint(folder / "model", like, scheme, tensors), 0, 1)
     expected = expected_manifest(config.model_config.hf_config, scheme, IGNORE)
-    receiver = WeightReceiver(model, config, expected, kv_caches=list)
+    receiver = StreamReceiver(EngineWeights(model, config, expected, kv_caches=list))
     published = list(stacked(tensors.items()))
     cache = None if changed is None else PublishedCache()
     receiver.feed(encode_publish(published, version=1, cache=cache))

@@ -22,8 +22,9 @@ from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.quant.experts import stacked
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
-from qarl.rollout.remote.receive import WeightReceiver
-from qarl.rollout.remote.wire import COMMIT, DeltaSender, TransferFailed, encode_publish
+from qarl.rollout.remote.receive import StreamReceiver
+from qarl.rollout.remote.records import COMMIT, TransferFailed
+from qarl.rollout.remote.wire import DeltaSender, encode_publish
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 
@@ -181,10 +182,10 @@ def test_damage_on_the_way(world: World, damage: str, leaf: str) -> None:
     check_recovery(world, "publish of version 7 did not complete")
 
 
-def receiver_of(world: World) -> WeightReceiver:
+def receiver_of(world: World) -> StreamReceiver:
     """The receiver of a real engine, which takes streams as in a process of its own."""
-    assert world.engine.receiver is not None
-    return world.engine.receiver
+    assert world.engine.weights is not None
+    return StreamReceiver(world.engine.weights)
 
 
 def nearby(tensors: Tensors, word: int) -> Tensors:
@@ -233,7 +234,7 @@ def test_a_nan_in_the_engine_leaves_nothing_behind(world: World) -> None:
     """The KV cache stays NaN under good weights until it is zeroed, and attention reads masked places too."""
     if world.part.startswith(EXPERT):
         pytest.skip("a router chooses nothing from NaN")
-    receiver: Any = world.engine.receiver
+    receiver: Any = world.engine.weights
     world.engine.model().get_parameter("model.norm.weight").data.fill_(1.0)
     world.engine.model().get_parameter("model.layers.0.input_layernorm.weight").data.fill_(
         float("nan")

@@ -27,7 +27,8 @@ from qarl.process import configure_vllm_process
 from qarl.quant import Scheme, get_scheme
 from qarl.quant.experts import stacked
 from qarl.rollout.publish.manifest import expected_manifest
-from qarl.rollout.remote.receive import WeightReceiver
+from qarl.rollout.publish.transaction import EngineWeights
+from qarl.rollout.remote.receive import StreamReceiver
 from qarl.rollout.remote.wire import DeltaSender, encode_publish
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
@@ -80,9 +81,9 @@ def checkpoints(
     return Checkpoints(scheme, (folders[0], folders[1]), tensors)
 
 
-def receiver_of(model: nn.Module, config: Any, scheme: Scheme) -> WeightReceiver:
+def receiver_of(model: nn.Module, config: Any, scheme: Scheme) -> StreamReceiver:
     expected = expected_manifest(config.model_config.hf_config, scheme, IGNORE)
-    return WeightReceiver(model, config, expected, kv_caches=list)
+    return StreamReceiver(EngineWeights(model, config, expected, kv_caches=list))
 
 
 def check_equal(written: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -106,12 +107,12 @@ def test_a_worker_holds_what_vllms_loader_gives_it(
     if not (
         checkpoints.scheme.name == "w8a8" and torch.cpu._is_amx_tile_supported()
     ):  # vLLM packs int8 for AMX
-        assert all(target.writer is not None for target in receiver.plan.by_owner.values())
+        assert all(target.writer is not None for target in receiver.weights.plan.by_owner.values())
     for version, which in enumerate((1, 0, 1, 0, 1)):
         tensors = checkpoints.tensors[which]
         stream = encode_publish(stacked(tensors.items()), version=version)
         if version >= 2:
-            fingerprint = receiver.cache.fingerprint if receiver.cache else None
+            fingerprint = receiver.fingerprint
             stream = sender.stream(
                 stacked(tensors.items()), version=version, receivers=[fingerprint]
             )

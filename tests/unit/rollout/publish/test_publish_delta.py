@@ -8,15 +8,8 @@ from publish_streams import Engine, feed_in_buckets, flip, lose, twice, weights
 
 from qarl.errors import UserError
 from qarl.rollout.remote.delta import Tally
-from qarl.rollout.remote.wire import (
-    BEGIN,
-    COMMIT,
-    UNIT,
-    DeltaSender,
-    TransferFailed,
-    read_record,
-    record,
-)
+from qarl.rollout.remote.records import BEGIN, COMMIT, UNIT, TransferFailed, read_record, record
+from qarl.rollout.remote.wire import DeltaSender
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"
@@ -42,7 +35,7 @@ def test_deltas_end_where_full_publishes_end():
     for version in range(2, 8):
         before, tensors = tensors, moved(tensors, seed=version)
         report = engine.publish(tensors, version)
-        assert engine.has(tensors) and engine.receiver.version == version
+        assert engine.has(tensors) and engine.receiver.weights.version == version
         assert report.known and report.bytes < 0.15 * whole
         count = sum(int((a[1] != b[1]).sum()) for a, b in zip(before, tensors, strict=True))
         assert report.metrics()["publish/changed_words"] == count > 0
@@ -53,7 +46,7 @@ def test_deltas_end_where_full_publishes_end():
     assert (
         report.known
         and report.metrics()["publish/changed_words"] == 0
-        and engine.receiver.version == 8
+        and engine.receiver.weights.version == 8
     )
     tensors = moved(
         tensors, seed=9, share=0.3
@@ -138,7 +131,7 @@ def test_a_fault_is_refused_and_the_next_publish_heals_it(fault):
     assert engine.receiver.stale and engine.receiver.fingerprint is None
     engine.transport = iter
     report = engine.publish(now, 2)
-    assert not report.known and engine.has(now) and engine.receiver.version == 2
+    assert not report.known and engine.has(now) and engine.receiver.weights.version == 2
     later = moved(now, seed=3)
     assert engine.publish(later, 3).known and engine.has(later)
 
@@ -148,7 +141,7 @@ def test_damage_of_a_cached_word_that_did_not_change_is_noticed():
     engine, tensors = Engine(), weights("llama")
     engine.publish(tensors, 1)
     now = [(name, tensor + (name == Q)) for name, tensor in tensors]
-    engine.receiver.cache.tensors[K].view(torch.uint8).view(-1)[5] ^= 1
+    engine.receiver._weights.cache.tensors[K].view(torch.uint8).view(-1)[5] ^= 1
     with pytest.raises(TransferFailed, match=f"{K} was damaged"):
         engine.publish(now, 2)
     engine.publish(now, 2)
@@ -239,7 +232,7 @@ def test_nan_in_the_engine_and_failed_checks_leave_no_base():
     engine, tensors = Engine(), weights("llama")
     for spoil in (
         lambda: engine.receiver.mark_stale("NaN"),
-        lambda: engine.receiver.abort("vLLM failed"),
+        lambda: engine.receiver.weights.abort("vLLM failed"),
     ):
         engine.publish(tensors, 1)
         spoil()

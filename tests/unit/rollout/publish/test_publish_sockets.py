@@ -22,6 +22,7 @@ from qarl.errors import UserError
 from qarl.rollout.publish.manifest import TensorSpec
 from qarl.rollout.remote import sockets
 from qarl.rollout.remote.delta import PublishedCache
+from qarl.rollout.remote.records import TransferFailed
 from qarl.rollout.remote.sockets import (
     LOOPBACK,
     SMALLEST_LIMIT,
@@ -34,7 +35,7 @@ from qarl.rollout.remote.sockets import (
     _send,
     own_address,
 )
-from qarl.rollout.remote.wire import DeltaSender, TransferFailed, encode_publish
+from qarl.rollout.remote.wire import DeltaSender, encode_publish
 
 TOKEN = "of this run"
 LATE = "model.layers.1.mlp.down_proj.weight"
@@ -185,7 +186,7 @@ def test_if_one_worker_refuses_no_worker_has_the_publish():
         else:
             assert (
                 outcome == [[sender.cache.fingerprint] * 2]
-                and [f.version for f in pair] == [version] * 2
+                and [f.weights.version for f in pair] == [version] * 2
             )
         assert sender.tally.known == (version in (2, 4))
         tensors = moved(tensors)

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from publish_streams import engine_model, receiver, weights
+from publish_streams import engine_model, engine_weights, receiver, weights, write_all
 
 from qarl.errors import UserError
-from qarl.rollout.adapters import EngineAdapter
 from qarl.rollout.engine import RolloutEngine
+from qarl.rollout.publish.adapters import EngineAdapter
 from qarl.rollout.publish.version import checked_version
-from qarl.rollout.remote.wire import BEGIN, encode_publish, record
+from qarl.rollout.remote.records import BEGIN, record
+from qarl.rollout.remote.wire import encode_publish
 
 TENSORS = weights("llama")
 NONE = {
@@ -32,8 +33,8 @@ NONE = {
 def engine(**parts: Any) -> Any:
     """An engine whose receiver is of a model without vLLM, and which cannot generate."""
     made: Any = object.__new__(RolloutEngine)
-    made.receiver, made.adapter, made._asleep = receiver(engine_model("llama")), None, False
-    made.expected = made.receiver.expected
+    made.weights, made.adapter, made._asleep = engine_weights(engine_model("llama")), None, False
+    made.expected = made.weights.expected
     made.reset_prefix_cache = lambda: True
     vars(made).update(parts)
     return made
@@ -45,7 +46,7 @@ def publish_to_engine(version: Any) -> None:
 
 def publish_adapter(version: Any) -> None:
     made = engine(adapter=SimpleNamespace(proved=True))
-    made.receiver.write_all(TENSORS, version=0)
+    write_all(made.weights, TENSORS, version=0)
     made.publish_adapter(SimpleNamespace(tensors={}, nbytes=0), version=version)
 
 
@@ -56,7 +57,7 @@ def publish_adapter_in_a_worker(version: Any) -> None:
 
 
 def write(version: Any) -> None:
-    receiver(engine_model("llama")).write_all(TENSORS, version=version)
+    write_all(engine_weights(engine_model("llama")), TENSORS, version=version)
 
 
 def send(version: Any) -> None:
@@ -96,11 +97,11 @@ def test_whole_numbers_of_other_types_are_taken():
 def test_an_older_version_is_taken_and_said(capsys):
     receiving = receiver(engine_model("llama"))
     for version in (9, 9, 10):
-        receiving.write_all(TENSORS, version=version)
+        write_all(receiving.weights, TENSORS, version=version)
     assert "had version" not in capsys.readouterr().err
-    receiving.write_all(TENSORS, version=3)
-    assert receiving.version == 3
+    write_all(receiving.weights, TENSORS, version=3)
+    assert receiving.weights.version == 3
     assert "the rollout engine had version 10 and gets version 3" in capsys.readouterr().err
     receiving.mark_stale("a test")
     receiving.feed(encode_publish(TENSORS, version=1))
-    assert receiving.version == 1 and capsys.readouterr().err == ""
+    assert receiving.weights.version == 1 and capsys.readouterr().err == ""

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from publish_streams import CONFIGS, engine_model, receiver, weights
+from publish_streams import CONFIGS, engine_model, engine_weights, receiver, weights, write_all
 from torch import nn
 
 from qarl.errors import UserError
 from qarl.rollout.publish import writers
 from qarl.rollout.publish.manifest import TensorSpec
 from qarl.rollout.publish.writers import WritePlan, cut_of
-from qarl.rollout.remote.wire import COMMIT, TransferFailed, encode_publish
+from qarl.rollout.remote.records import COMMIT, TransferFailed
+from qarl.rollout.remote.wire import encode_publish
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -25,7 +26,7 @@ def test_a_model_whose_every_tensor_is_published_is_taken(family, tie):
     model = engine_model(family, tie=tie)
     receiving = receiver(model)
     receiving.feed(encode_publish(weights(family, tie=tie), version=3))
-    assert receiving.version == 3
+    assert receiving.weights.version == 3
     assert all(
         torch.equal(model.state_dict()[name], tensor) for name, tensor in weights(family, tie=tie)
     )
@@ -91,15 +92,17 @@ def test_a_tied_lm_head_multiplies_by_the_published_weight():
 
 
 def test_all_tensors_are_written_at_once_in_one_process():
-    mine, tensors = receiver(engine_model("llama")), weights("llama")
-    mine.write_all(tensors, version=3)
+    mine = engine_weights(engine_model("llama"))
+    tensors = weights("llama")
+    write_all(mine, tensors, version=3)
     state = mine.model.state_dict()
     assert mine.version == 3 and all(torch.equal(state[name], tensor) for name, tensor in tensors)
 
 
 def test_a_write_that_fails_leaves_a_stale_engine_that_the_next_one_repairs(monkeypatch):
-    mine, tensors = receiver(engine_model("llama")), weights("llama")
-    mine.write_all(tensors, version=1)
+    mine = engine_weights(engine_model("llama"))
+    tensors = weights("llama")
+    write_all(mine, tensors, version=1)
     write, units = mine.plan.write, []
 
     def fail_at_the_second(unit):
@@ -110,9 +113,9 @@ def test_a_write_that_fails_leaves_a_stale_engine_that_the_next_one_repairs(monk
 
     monkeypatch.setattr(mine.plan, "write", fail_at_the_second)
     with pytest.raises(MemoryError):
-        mine.write_all([(name, tensor + 1) for name, tensor in tensors], version=2)
+        write_all(mine, [(name, tensor + 1) for name, tensor in tensors], version=2)
     assert mine.stale and "version 2 did not complete" in mine.stale_because and not mine.broken
-    mine.write_all(tensors, version=3)
+    write_all(mine, tensors, version=3)
     assert mine.version == 3 and torch.equal(mine.model.state_dict()[tensors[0][0]], tensors[0][1])
 
 
@@ -120,7 +123,7 @@ def published(version: int = 1):
     """A receiver with a complete publish."""
     receiving = receiver(engine_model("llama"))
     receiving.feed(encode_publish(weights("llama"), version=version))
-    assert receiving.version == version and not receiving.stale
+    assert receiving.weights.version == version and not receiving.stale
     return receiving
 
 

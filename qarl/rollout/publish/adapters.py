@@ -8,7 +8,7 @@ will multiply by. That finds an adapter that was not loaded, that misses a layer
 of this has succeeded, the engine refuses to generate. An adapter of zeros after another one is refused.
 
 `EngineAdapter` does this in the engine's process. An adapter from another process arrives as a stream, like weights
-(`qarl.rollout.remote.wire`), and `AdapterReceiver` passes it on once its checksums are right.
+(`qarl.rollout.remote.adapters`).
 
 vLLM wraps each linear with an adapter. The base is published under the names without these wrappers
 (`qarl.rollout.publish.manifest.without_wrappers`).
@@ -16,63 +16,24 @@ vLLM wraps each linear with an adapter. The base is published under the names wi
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.lora.adapter import PREFIX, A, Adapter, B, write_adapter
-from qarl.rollout.publish.checksum import unit_checksums
-from qarl.rollout.publish.manifest import Manifest, NamedTensor, TensorSpec, check_complete, unit_of
+from qarl.lora.adapter import PREFIX, A, Adapter, B
+from qarl.rollout.adapter_spec import AdapterSpec
+from qarl.rollout.publish.adapter_folder import adapter_folder
+from qarl.rollout.publish.manifest import Manifest, NamedTensor, TensorSpec, check_complete
 from qarl.rollout.publish.version import checked_version, note_older
-from qarl.rollout.remote import wire
-from qarl.rollout.remote.receive import WeightReceiver, check_digest
-
-_SHARED_MEMORY = Path("/dev/shm")
-SLACK = 2**20
-"""Bytes of the other files of an adapter, and more."""
-
 
 PROBE = [0, 1]
 """The prompt of `EngineAdapter.prove`. If its tokens were equal, attention would return the same whatever q and k
 are."""
-
-
-@dataclass(frozen=True)
-class AdapterSpec:
-    """The adapters that an engine can serve. `targets`: the last parts of the names of the linears that have one."""
-
-    r: int
-    targets: tuple[str, ...]
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM`. A new adapter is loaded before the old one is removed, so there are two
-        for a moment."""
-        return {
-            "enable_lora": True,
-            "max_lora_rank": self.r,
-            "max_loras": 1,
-            "max_cpu_loras": 2,
-            "lora_target_modules": list(self.targets),
-        }
-
-
-def servable(spec: AdapterSpec | None, scheme_name: str) -> AbstractContextManager[None]:
-    """Return a context in which an engine with adapters can be started on a base of this scheme."""
-    if spec is None or scheme_name != "w8a8" or torch.cuda.is_available():
-        return nullcontext()
-    from qarl.rollout.vllm_plugin.adapted_int8 import adapted_int8
-
-    return adapted_int8()
 
 
 def adapter_request(name: str, number: int, folder: str = "loaded") -> Any:
@@ -80,16 +41,6 @@ def adapter_request(name: str, number: int, folder: str = "loaded") -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, number, folder)
-
-
-def use_vllms_loader() -> None:
-    """Undo a replacement of the method with which vLLM loads adapters."""
-    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
-
-    if "_load_adapter" in vars(
-        LRUCacheWorkerLoRAManager
-    ):  # vLLM's own is a method of its base class
-        del LRUCacheWorkerLoRAManager._load_adapter
 
 
 class EngineAdapter:
@@ -134,6 +85,10 @@ class EngineAdapter:
         """Make the engine refuse to generate, with `reason`, until the next publish of an adapter."""
         self.version = None
         self.stale_because = reason
+
+    def base_changes(self) -> None:
+        """Note that the base is published again: an adapter of zeros may then follow another one."""
+        self.acts = False
 
     def publish(self, adapter: Adapter, *, version: int) -> dict[str, float]:
         """Replace the engine's adapter. Return the seconds of each phase. After an exception there is no adapter.
@@ -193,10 +148,9 @@ class EngineAdapter:
     def _load(self, adapter: Adapter, version: int) -> Any:
         """Load `adapter` under a new id and name. Return vLLM's request for it."""
         self._published += 1
-        with tempfile.TemporaryDirectory(dir=_shared_memory(adapter.nbytes)) as folder:
-            _write(Path(folder), adapter)
+        with adapter_folder(adapter) as folder:
             name = f"version-{version}-publish-{self._published}"
-            request = adapter_request(name, self._published, folder)
+            request = adapter_request(name, self._published, str(folder))
             self.engine.add_lora(request)
         return request
 
@@ -230,97 +184,9 @@ class EngineAdapter:
             raise _lost(version, f"vLLM has the adapters {sorted(self.present())} now")
 
 
-class AdapterReceiver:
-    """Receives adapters as streams, for one worker of an engine. `base`: the receiver of its weights."""
-
-    def __init__(self, target: EngineAdapter, base: WeightReceiver) -> None:
-        self.target = target
-        self.base = base
-        self._begin: dict[str, Any] = {}
-        self._unit: list[NamedTensor] = []
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    @property
-    def stale(self) -> bool:
-        return self.base.stale or self.target.version is None
-
-    @property
-    def stale_because(self) -> str:
-        """Why there is no current adapter, or no base."""
-        return self.base.stale_because if self.base.stale else self.target.stale_because
-
-    def mark_stale(self, reason: str) -> None:
-        self.target.mark_stale(reason)
-
-    def feed(self, weights: Iterable[NamedTensor]) -> None:
-        """Take the next tensors and records of a publish. After any exception there is no adapter.
-
-        Raise UserError if the engine has no base, or if the adapter does not fit or arrive."""
-        try:
-            for name, tensor in weights:
-                self._take(name, tensor)
-        except BaseException as error:
-            self._begin = {}
-            self.mark_stale(
-                f"the publish of an adapter did not complete: {getattr(error, 'what', error)}"
-            )
-            raise
-
-    def _take(self, name: str, tensor: torch.Tensor) -> None:
-        if name == wire.BEGIN:
-            self.mark_stale("the publish of an adapter did not complete")
-            if self.base.stale:
-                raise no_place(
-                    "its base has not been published",
-                    "run the same command again: it publishes the base first",
-                )
-            self._begin = wire.read_record(name, tensor)
-            self._unit = []
-            self._tensors = {}
-        elif not self._begin:
-            why = f"a publish must start with the record {wire.BEGIN}"
-            raise wire.TransferFailed(f"{name} arrived outside of a publish", why=why)
-        elif name == wire.UNIT:
-            names = [member for member, _ in self._unit]
-            if len(tensor) != len(names):
-                raise wire.not_as_sent(unit_of(names[0]) if names else "a unit", names, [])
-            computed = unit_checksums([member for _, member in self._unit])[0]
-            for member, mine, theirs in zip(names, computed.tolist(), tensor.tolist(), strict=True):
-                check_digest(member, mine, theirs)
-            self._tensors |= dict(self._unit)
-            self._unit = []
-        elif name == wire.COMMIT:
-            self.target.publish(
-                Adapter(**self._begin["adapter"], tensors=self._tensors),
-                version=self._begin["version"],
-            )
-            self._begin = {}
-            self._tensors = {}
-        else:
-            self._unit.append((name, tensor.clone()))  # the transport may reuse its memory
-
-
 def no_place(why: str, fix: str) -> UserError:
     """Return the error of an engine that takes no adapter."""
     return UserError("the rollout engine takes no adapter", why=why, fix=fix)
-
-
-def _shared_memory(nbytes: int) -> Path | None:
-    """Return the folder in shared memory if there is room in it. In a container it often has 64 MB."""
-    room = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
-    return _SHARED_MEMORY if room > nbytes + SLACK else None
-
-
-def _write(folder: Path, adapter: Adapter) -> None:
-    try:
-        write_adapter(folder, adapter)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"the adapter of {adapter.nbytes / 1e6:.4g} MB could not be written for vLLM",
-            where=str(folder.parent),
-            why=str(error),
-            fix="free some room there, or let TMPDIR name a folder with more",
-        ) from error
 
 
 def _stacks(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -21,6 +21,7 @@ from qarl.errors import UserError
 from qarl.verl.added_keys import unread_keys
 from qarl.verl.batch_checks import refuse_partial_batches
 from qarl.verl.keys import ACTOR, CORRECTION, LOSS_MODES, OWN_KEYS, POLICY_LOSS, QUANT, ROLLOUT
+from qarl.verl.named_files import missing_files
 from qarl.verl.refusals import Conflict, attempt, raise_all
 
 KV_CACHE = "engine_kwargs.vllm.kv_cache_dtype"
@@ -126,9 +127,11 @@ def _export_conflicts(config: Config, composed: Any) -> Iterator[Conflict]:
 
 
 def check_composed(composed: Any) -> None:
-    """Raise UserError if verl's config `composed` has parts that contradict each other or that QaRL does not support.
-    One error names them all. Without a quantized actor, only the rollout's log-probs and corrections are checked."""
-    raise_all(composed_errors(composed))
+    """Raise UserError if verl's config `composed` names files that are missing, or has parts that contradict each other
+    or that QaRL does not support. One error names them all.
+
+    Without a quantized actor, of the settings only the rollout's log-probs and corrections are checked."""
+    raise_all([*missing_files(composed), *composed_errors(composed)])
 
 
 def composed_errors(composed: Any) -> list[UserError]:

@@ -13,11 +13,14 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 from typing import Any
 
 import wrapt
 
+from qarl.errors import UserError
 from qarl.plugins import load_plugins_of_parent
+from qarl.verl.named_files import refuse_unread_groups
 
 FOLLOWERS = {
     "verl.trainer.ppo.core_algos": "qarl.verl.loss",
@@ -59,6 +62,16 @@ def _follow(module: Any) -> None:
     import_quietly(FOLLOWERS[module.__name__])
 
 
+def end_if_a_group_is_unread() -> None:
+    """End verl's command with one message and exit code 2 if it names a group of QaRL's that Hydra cannot find."""
+    try:
+        refuse_unread_groups(sys.orig_argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None  # verl swallows an Exception
+
+
+end_if_a_group_is_unread()
 register_cpu()
 register_plugins()
 for name in FOLLOWERS:

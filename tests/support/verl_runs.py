@@ -13,6 +13,13 @@ from checkout import ROOT
 from qarl.config import Config, build_config
 from qarl.config.unused_keys import RULES
 
+NAMED = (
+    f"actor_rollout_ref.model.path={ROOT}",
+    f"data.train_files={ROOT / 'pyproject.toml'}",
+    f"data.val_files={ROOT / 'pyproject.toml'}",
+)
+"""Keys of verl's command line with paths that exist, because verl's defaults do not."""
+
 
 def quickstart(**changes: object) -> Config:
     values = yaml.safe_load((ROOT / "configs" / "quickstart_verl.yaml").read_text())

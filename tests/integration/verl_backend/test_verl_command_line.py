@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 from checkout import ROOT
+from verl_runs import NAMED
 
 pytest.importorskip("verl")
 
@@ -18,6 +21,7 @@ from qarl.errors import UserError
 from qarl.verl.added_keys import unread_keys
 from qarl.verl.check_before_ray import CheckBeforeRay
 from qarl.verl.checks import composed_errors
+from qarl.verl.named_files import missing_files, refuse_unread_groups
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
@@ -26,6 +30,7 @@ QUANT = "actor_rollout_ref.actor.fsdp_config.quant"
 FIXED = (
     "hydra.searchpath=[pkg://qarl.verl]",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    *NAMED,
 )
 
 
@@ -167,3 +172,58 @@ def test_shipped_configs_add_only_keys_that_are_read() -> None:
         config = load_config([f"config={name}"])
         if config.backend == "verl":
             verl_config(config, on_cpu=False)
+
+
+def test_missing_files_are_refused_before_ray_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    """With what else is wrong, in one message. A name of the Hub, a URL and a list are no missing files."""
+    missing = (
+        "data.train_files=[nowhere.parquet]",
+        "actor_rollout_ref.model.path=/nowhere",
+        "reward.custom_reward_function.path=nowhere.py",
+        f"{ROLLOUT}.name=sglang",
+    )
+    with pytest.raises(SystemExit) as end:
+        CheckBeforeRay().on_job_start(composed("+qarl=w4a16", *missing), task_function=None)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.startswith("error: 4 settings cannot be used")
+    for word in missing[:3]:
+        key, _, path = word.partition("=")
+        assert f"{key}={path.strip('[]')} does not exist" in said
+    there = (
+        "data.train_files=hdfs://a/b.parquet",
+        "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+        "reward.custom_reward_function.path=pkg://qarl.data.rewards",
+    )
+    assert list(missing_files(composed("+qarl=w4a16", *there))) == []
+
+
+MAIN = ("python", "-m", "verl.trainer.main_ppo")
+SEARCH = "hydra.searchpath=[pkg://qarl.verl]"
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ((*MAIN, "+qarl=w4a16", "trainer.n_gpus_per_node=1"), True),
+        ((*MAIN, "++qarl_machine=cpu", "hydra.searchpath=[pkg://mine]"), True),
+        ((*MAIN, SEARCH, "+qarl=w4a16"), False),
+        ((*MAIN, "--config-path=/mine", "+qarl=w4a16"), False),
+        ((*MAIN, "trainer.project_name=+qarl=w4a16"), False),
+        (("python", "mine.py", "+qarl=w4a16"), False),
+        (("python", "-m", "pytest", "+qarl=w4a16"), False),
+    ],
+)
+def test_a_group_without_the_search_path(words: tuple[str, ...], refused: bool) -> None:
+    if not refused:
+        refuse_unread_groups(words)
+        return
+    with pytest.raises(UserError, match=f"fix: add '{re.escape(SEARCH)}' before it"):
+        refuse_unread_groups(words)
+
+
+def test_verls_own_command_is_ended_before_it_reads_its_config() -> None:
+    command = [sys.executable, *MAIN[1:], "+qarl=w4a16", "no_such_key=1"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 2
+    assert run.stderr.count("error: +qarl=w4a16 would have no effect") == 1
+    assert "Traceback" not in run.stderr

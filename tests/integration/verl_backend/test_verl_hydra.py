@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import yaml
 from checkout import ROOT
-from verl_runs import quickstart
+from verl_runs import NAMED, quickstart
 
 pytest.importorskip("verl")
 
@@ -90,7 +90,7 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
 
 
 SEARCH = "hydra.searchpath=[pkg://qarl.verl]"
-FIXED = (SEARCH, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
+FIXED = (SEARCH, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", *NAMED)
 
 
 def composed(*overrides: str) -> DictConfig:

@@ -14,6 +14,7 @@ The config is that of `addition_chain.yaml`, whose bands fit answers of any leng
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import re
 from dataclasses import asdict
@@ -26,9 +27,10 @@ from pydantic.dataclasses import dataclass
 
 from qarl.config.read_config import dump, find_config
 from qarl.config.schema import NAME
+from qarl.console import say
 from qarl.data.rewards import load_module
 from qarl.demo.tasks import Task
-from qarl.demo.tiny_model import POSITIONS, Recipe, make_missing
+from qarl.demo.tiny_model import POSITIONS, RECORD, Recipe, make_missing
 from qarl.errors import UserError
 
 FUNCTIONS = ("draw", "prompt", "answer", "reward")
@@ -65,12 +67,28 @@ def make_own(request: WarmStart) -> Path:
         **{key: value for key, value in asdict(request).items() if key != "file"},
     )
     make_missing(recipe)
+    warn_if_far_below(recipe)
     config = Path(f"{task.name}.yaml")
     if not config.exists():
         config.write_text(
             dump(run_values(request.file, recipe, prompt_length, response_length)), encoding="utf-8"
         )
     return config
+
+
+def warn_if_far_below(recipe: Recipe) -> None:
+    """Say on stderr if the model answers less than half as often right as it should.
+
+    GRPO learns from groups with right and wrong answers, and a model that is never right has none."""
+    record = json.loads((recipe.output / RECORD).read_text(encoding="utf-8"))
+    accuracy = record["greedy_accuracy"]
+    if accuracy >= recipe.target / 2:
+        return
+    say(
+        f"warning: the warm start ended at {accuracy:.1%} right answers, far below its target of {recipe.target:.0%}, "
+        f"after {record['steps']} steps; training may have too few right answers to learn from. "
+        f"Raise steps={recipe.steps}, or make the problems easier"
+    )
 
 
 def load_task(request: WarmStart) -> Task:

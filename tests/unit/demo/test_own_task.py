@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from checkout import ROOT
 from qarl.__main__ import main
 from qarl.config import load_config
 from qarl.data.rewards import get_reward_fn
+from qarl.demo.own_task import warn_if_far_below
+from qarl.demo.tiny_model import QUICKSTART, RECORD, Recipe
 
 PAGE = (ROOT / "docs/own_task.md").read_text(encoding="utf-8")
 SMALL = ["steps=2", "train_size=40", "test_size=8"]
@@ -37,7 +40,10 @@ def test_the_page_from_the_task_to_a_run_that_may_start(
 ) -> None:
     warm_start, train, evaluate, *others, report = commands()
     assert main([*warm_start, *SMALL]) == 0
-    assert "now: qarl train config=sort_digits.yaml" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "now: qarl train config=sort_digits.yaml" in said.out
+    assert "warning: the warm start ended at 0.0% right answers" in said.err
+    assert "target of 30%, after 2 steps" in said.err and "Raise steps=2, or make" in said.err
     assert all(main([*command, "dry_run=true"]) == 0 for command in (train, *others))
     config = load_config(train[1:])
     assert report[1:3] == [str(load_config(command[1:]).run_dir) for command in others]
@@ -54,6 +60,15 @@ def test_the_page_from_the_task_to_a_run_that_may_start(
     ]
     assert len(f"sort {problem}") + 2 <= config.data.max_prompt_length
     assert len(answer) + 1 <= config.data.max_response_length
+
+
+@pytest.mark.parametrize(("accuracy", "warned"), [(0.14, True), (0.15, False), (0.4, False)])
+def test_a_warm_start_far_below_its_target(
+    accuracy: float, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / RECORD).write_text(json.dumps({"greedy_accuracy": accuracy, "steps": 600}))
+    warn_if_far_below(Recipe(QUICKSTART, tmp_path, tmp_path, steps=600, target=0.3))
+    assert ("far below its target" in capsys.readouterr().err) == warned
 
 
 def test_a_file_whose_name_cannot_name_a_run(

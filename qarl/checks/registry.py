@@ -15,7 +15,7 @@ from torch import nn
 
 from qarl.align.families import FAMILIES, check_adapters, check_family, check_rows, shown_mismatch
 from qarl.align.rotary import head_size_of
-from qarl.checks import layers, machine
+from qarl.checks import layers, machine, suspect_prompts
 from qarl.checks.check import (
     Check,
     Finding,
@@ -382,6 +382,7 @@ CHECKS = (
     Check("kernels", "the trainer's log-probs apply the engine's sampling", _sampling),
     Check("data", "there is a reward function", lambda reward_fn: None),
     Check("data", "there are training prompts", _train_prompts),
+    *suspect_prompts.CHECKS,
     Check("data", "the prompts are the same every day", _date),
     Check("data", "evaluation prompts are new", _val_prompts),
     Check("data", "the reward function scores a row", _reward),

@@ -44,11 +44,15 @@ class Prompt:
 
 
 class PromptDataset(list[Prompt]):
-    """The prompts in file order. `num_filtered`: number of overlong prompts that were left out."""
+    """The prompts in file order. `num_filtered`: number of overlong prompts that were left out. `columns`: names of the
+    columns of all files."""
 
-    def __init__(self, prompts: Iterable[Prompt], *, num_filtered: int = 0) -> None:
+    def __init__(
+        self, prompts: Iterable[Prompt], *, num_filtered: int = 0, columns: Iterable[str] = ()
+    ) -> None:
         super().__init__(prompts)
         self.num_filtered = num_filtered
+        self.columns = frozenset(columns)
 
 
 def load_prompts(
@@ -71,9 +75,11 @@ def load_prompts(
     files = [files] if isinstance(files, str) else list(files)
     prompts: list[Prompt] = []
     overlong: list[tuple[str, int]] = []
+    columns: set[str] = set()
     offset = 0
     for file in files:
         rows = _read(file, prompt_key)
+        columns.update(rows[0])
         for row_number, row in enumerate(rows):
             if limit is not None and len(prompts) >= limit:
                 break
@@ -86,7 +92,7 @@ def load_prompts(
         offset += len(rows)
     if overlong and not (filter_overlong_prompts and prompts):
         raise _too_long(overlong, len(prompts), max_prompt_length, filter_overlong_prompts)
-    return PromptDataset(prompts, num_filtered=len(overlong))
+    return PromptDataset(prompts, num_filtered=len(overlong), columns=columns)
 
 
 def _too_long(overlong: Sequence[tuple[str, int]], fitting: int, limit: int, filtered: bool) -> UserError:

@@ -30,7 +30,7 @@ from verl_runs import REWARD, quickstart, run_quickstart
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 from qarl.process import answer_for_vllm
-from qarl.rollout.remote.records import BEGIN, COMMIT, UNIT
+from qarl.rollout.remote.records import BEGIN, COMMIT, UNIT, read_record
 
 pytest.importorskip("verl")
 
@@ -98,7 +98,7 @@ def test_loss_and_gradients_are_those_of_the_local_backend(results, local, world
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_publish_has_the_base_only_if_a_server_lacks_it(results, local, world):
+def test_a_publish_has_the_base_only_if_a_server_lacks_it(case, results, local, world):
     first, second = (
         [(name.split("#")[0], tensor) for name, tensor in s] for s in results[world]["streams"]
     )
@@ -114,6 +114,12 @@ def test_a_publish_has_the_base_only_if_a_server_lacks_it(results, local, world)
             torch.equal(tensor, wanted)
             for (_, tensor), (_, wanted) in zip(sent, expected, strict=True)
         )
+        begins = [read_record(name, tensor) for name, tensor in stream if name == BEGIN]
+        lora, model = case
+        assert begins[-1]["adapter"] == lora | {
+            "targets": [*local[3].adapters.targets],
+            "base": model,
+        }
     assert "separate rollout workers" in results[world]["separate"]
 
 

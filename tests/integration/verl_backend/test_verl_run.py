@@ -114,6 +114,7 @@ def test_experts_on_two_ranks_of_one_engine(tmp_path, experts, data, scheme):
         "actor.ppo_micro_batch_size_per_gpu": 2,
         "actor.log_prob_micro_batch_size_per_gpu": 4,
         "quant.scheme": scheme,
+        "quant.ignore": '["lm_head","re:.*mlp[.]gate$"]',
         "trainer.n_gpus_per_node": 2,
         "rollout.tensor_model_parallel_size": 2,
         "trainer.val_before_train": "false",

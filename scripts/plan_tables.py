@@ -14,9 +14,11 @@ from typing import Any
 from bench_table import main
 
 from qarl.bench.model import find_model, run_config
-from qarl.bench.predict import predict
+from qarl.bench.plan.devices import assumed_rates
+from qarl.bench.plan.predict import predict
+from qarl.bench.plan.roofline import PHASES, TERMS
+from qarl.bench.plan.work import Work
 from qarl.bench.report import markdown_table
-from qarl.bench.roofline import PHASES, TERMS, Work, assumed_rates
 from qarl.checks.memory import estimate
 from qarl.checks.memory_parts import GIB
 from qarl.doctor.model import TIGHT
@@ -99,7 +101,7 @@ def _largest(row: dict[str, Any], phase: str) -> str:
     terms = [
         (seconds, name)
         for name, seconds in row["seconds"].items()
-        if TERMS[name][0] == phase and seconds
+        if TERMS[name].phase == phase and seconds
     ]
     return ", ".join(
         f"{name} {_seconds(seconds)}" for seconds, name in sorted(terms, reverse=True)[:5]

@@ -27,7 +27,7 @@ from benchmarks.proofs.shard_costs import (
     stack_shapes,
 )
 from qarl.bench.model import default_group_size
-from qarl.bench.roofline import dense_linears
+from qarl.bench.plan.traffic import dense_linears
 from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.kernels.experts import TritonExperts, fused_experts
 from qarl.kernels.vllm_experts import Experts

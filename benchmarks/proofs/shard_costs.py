@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from benchmarks.proofs.counting import Counting, Counts, counting
-from qarl.bench.roofline import dense_linears
+from qarl.bench.plan.traffic import dense_linears
 from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.kernels.vllm_experts import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
 from qarl.optim.muon_adamw import MuonAdamW

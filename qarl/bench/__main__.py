@@ -34,7 +34,7 @@ PARTS = {
     "kernels": "qarl.bench.kernels",
     **dict.fromkeys(("steps", "trainer", "publish"), "qarl.bench.steps"),
     "against": "qarl.bench.against_revision",
-    "plan": "qarl.bench.predict",
+    "plan": "qarl.bench.plan.predict",
 }
 """Part -> its module: the dataclass `KEYS`, whose `parse` reads the arguments, and `run`. It must not import torch when
 it is imported, because threads are set later."""

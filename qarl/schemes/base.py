@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, fields
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from qarl.schemes.plan_terms import PlanTerms
+
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
@@ -84,6 +86,8 @@ class Scheme:
     """The scheme's rank in lists of schemes, as in help and errors."""
     format: ClassVar[str | None] = None
     """compressed-tensors' name for the layout on disk and on the wire."""
+    plan: ClassVar[PlanTerms] = PlanTerms()
+    """What `qarl bench plan` needs to know."""
     engine_computes: ClassVar[str | None] = None
     """What vLLM's own kernels compute from such a checkpoint instead of this scheme. None: they compute the scheme."""
 

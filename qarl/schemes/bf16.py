@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qarl.schemes.base import Scheme
+from qarl.schemes.plan_terms import BeyondProducts, PlanTerms
 from qarl.schemes.registry import register
 
 
@@ -12,6 +13,11 @@ class BF16(Scheme):
 
     name = "bf16"
     order = 0
+    plan = PlanTerms(
+        efficiency=0.65,
+        forward=BeyondProducts(expert_token=2, expert_hidden=22, expert_inner=10),
+        backward=BeyondProducts(expert_token=4, expert_hidden=32, expert_inner=26),
+    )
 
 
 UNQUANTIZED: Scheme = BF16()

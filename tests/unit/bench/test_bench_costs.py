@@ -23,8 +23,8 @@ from benchmarks.proofs.shard_costs import (
     shard_shapes,
     wire,
 )
-from qarl.bench import roofline
 from qarl.bench.model import find_model
+from qarl.bench.plan import traffic
 from qarl.checks.model_size import ModelSize
 from qarl.kernels.triton.quantize import dequantize_rows
 from qarl.schemes import engine_scheme_names, get_scheme
@@ -126,10 +126,10 @@ def test_a_publish_costs_as_much_with_any_number_of_experts(scheme):
 @pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "Qwen3-8B", "Qwen2.5-Math-7B"])
 def test_the_plan_has_formulas_of_the_counts(model: str, scheme: str) -> None:
     size = find_model(model).size
-    assert roofline.beyond_products(size, scheme, 22528) == pytest.approx(
+    assert traffic.beyond_products(size, get_scheme(scheme), 22528) == pytest.approx(
         beyond_products(size, scheme, 22528), rel=0.01
     )
     phase, weights = optimizer_phase(size, 8)
-    assert roofline.muon_bytes_per_weight(size) == pytest.approx(
+    assert traffic.muon_bytes_per_weight(size) == pytest.approx(
         phase.counts.moved / weights, rel=1e-3
     )

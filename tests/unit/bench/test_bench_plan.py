@@ -13,19 +13,14 @@ import pytest
 from checkout import ROOT
 
 from qarl.bench.__main__ import main
-from qarl.bench.predict import ERROR
+from qarl.bench.plan.devices import Measured, Rates, measured_rates
+from qarl.bench.plan.predict import ERROR
+from qarl.bench.plan.roofline import TERMS, Roofline, by_phase
+from qarl.bench.plan.work import Work
 from qarl.bench.report import summary
-from qarl.bench.roofline import (
-    EFFICIENCY,
-    TERMS,
-    Rates,
-    Roofline,
-    Work,
-    by_phase,
-    measured_rates,
-)
 from qarl.checks.model_size import ModelSize
 from qarl.errors import UserError
+from qarl.schemes import engine_scheme_names, get_scheme
 
 RESULTS = ROOT / "benchmarks" / "results"
 SMALL = ModelSize(
@@ -48,13 +43,16 @@ WORK = Work(
 
 
 def rates(flop: float = math.inf, memory: float = math.inf, **changes: float) -> Rates:
-    return Rates("one", dict.fromkeys(EFFICIENCY, ((1.0, flop),)), memory, (), **changes)  # type: ignore[arg-type]  # `changes` are numbers by name
+    product = dict.fromkeys(engine_scheme_names(), (Measured(1.0, flop),))
+    return Rates("one", product, memory, (), **changes)  # type: ignore[arg-type]  # `changes` are numbers by name
 
 
 def step(size: ModelSize, of: Rates, work: Work = WORK, scheme: str = "bf16", level: str = "linears",
          kv_tokens: float = math.inf) -> dict[str, float]:  # fmt: skip
-    seconds, gathered, published = Roofline(size, of, work, scheme, level, 32, kv_tokens).step()
-    return seconds | {"gathered": gathered, "published": published}
+    of_weights = get_scheme(scheme, 32)
+    low_bit = of_weights.quantized and level != "off"
+    step = Roofline(size, of, work, of_weights, kv_tokens, low_bit=low_bit).step()
+    return step.seconds | {"gathered": step.gathered, "published": step.published}
 
 
 def test_arithmetic_by_hand() -> None:
@@ -198,9 +196,8 @@ def test_measured_rates(tmp_path: Path) -> None:
         json.dumps({"device": "d", "ceilings": {"copy_bytes_per_s": 5.0}, "results": entries})
     )
     measured = measured_rates(path)
-    assert measured.product["bf16"] == ((1.0, 200.0), (100.0, 2000.0)) and measured.product[
-        "w8a8"
-    ] == ((1.0, 400.0),)
+    assert measured.product["bf16"] == [Measured(1.0, 200.0), Measured(100.0, 2000.0)]
+    assert measured.product["w8a8"] == [Measured(1.0, 400.0)]
     assert [measured.flop_per_s("bf16", rows) for rows in (1, 9, 11, 10**6)] == [
         200,
         200,
@@ -208,7 +205,7 @@ def test_measured_rates(tmp_path: Path) -> None:
         2000,
     ]
     assert measured.product["fp8"] == measured.product["bf16"] and measured.memory == 5.0
-    said = dict.fromkeys(measured.said)
+    said = dict.fromkeys(measured.sources)
     assert any("fp8" in line and "assumed" in line for line in said) and not any(
         "assumed" in line for line in said if line.startswith(("bf16", "w8a8", "memory"))
     )
@@ -228,9 +225,9 @@ def test_the_stated_error_is_that_of_the_committed_measurements() -> None:
     size = ModelSize.from_config(document["model"])
     quotients: dict[str, list[float]] = {phase: [] for phase in ERROR}
     for result in document["results"]:
-        seconds, _, _ = Roofline(
-            size, of, work, result["scheme"], result["level"], workload["group_size"], math.inf
-        ).step()
+        scheme = get_scheme(result["scheme"], workload["group_size"])
+        low_bit = scheme.quantized and result["level"] != "off"
+        seconds = Roofline(size, of, work, scheme, math.inf, low_bit=low_bit).step().seconds
         predicted = seconds | {
             "step": sum(seconds.values()),
             "rollout": seconds["prefill"] + seconds["decode"],

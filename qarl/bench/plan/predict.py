@@ -4,7 +4,7 @@
     python -m qarl.bench plan model=SmolLM2-135M rates=KERNELS.json prompts=8 n=4 prompt_length=8 response_length=16
 
 Each low-bit scheme has a row for level `off` (quantized rollouts with a BF16 trainer) and one for level `linears`. The
-keys are those of `qarl.bench.roofline.Work`. A second table has each term of the prediction.
+keys are those of `qarl.bench.plan.work.Work`. A second table has each term of the prediction.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from qarl.bench import roofline
 from qarl.bench.arguments import check_divides
 from qarl.bench.model import default_group_size, find_model, run_config
+from qarl.bench.plan.assumptions import GPUS_PER_NODE
+from qarl.bench.plan.devices import Rates, assumed_rates, measured_rates
+from qarl.bench.plan.roofline import TERMS, Roofline, by_phase
+from qarl.bench.plan.work import Work
 from qarl.bench.report import markdown_table
-from qarl.bench.roofline import TERMS, Rates, Work, by_phase
 from qarl.checks.memory import MemoryEstimate, estimate
 from qarl.checks.model_size import ModelSize
 from qarl.errors import UserError
+from qarl.schemes import Scheme, get_scheme
 
 KEYS = Work
 ERROR = {
@@ -34,17 +37,16 @@ of scheme and level) at the rates in `kernels_cpu.json`."""
 
 def run(work: Work) -> int:
     """Predict, print, write, and return the exit code."""
-    rates = roofline.measured_rates(work.rates) if work.rates else roofline.assumed_rates(work.gpu)
+    rates = measured_rates(work.rates) if work.rates else assumed_rates(work.gpu)
     rows = predict(work, rates)
     mean = work.response_length[0]
     longest = work.response_length[-1]
     what = f"{find_model(work.model).name} on {work.gpus} x {rates.device}, {work.prompts} x {work.n} responses of"
     what += f" {mean} tokens (at most {longest}) to prompts of {work.prompt_length}. Rates of one device:"
-    print("\n  ".join([what, *rates.said]), table(rows), terms_table(rows), footer(), sep="\n\n")
+    print("\n  ".join([what, *rates.sources]), table(rows), terms_table(rows), footer(), sep="\n\n")
     if work.json:
-        work.json.write_text(
-            json.dumps({"rates": rates.said, "results": rows}, indent=1) + "\n", encoding="utf-8"
-        )
+        document = {"rates": rates.sources, "results": rows}
+        work.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -55,32 +57,54 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
     source = find_model(work.model)
     size = source.size
     group_size = default_group_size(source.size)
-    levels = (
-        ("linears",) if work.lora_r else ("off", "linears")
-    )  # adapters have no BF16 base for level `off`
-    cases = [(s, level) for s in work.schemes for level in (("off",) if s == "bf16" else levels)]
     rows = []
-    for scheme, level in cases:
-        plan = memory(work, rates, size, scheme, level)
-        room = float(plan.kv_tokens) if rates.memory_bytes else float("inf")
-        if room < work.prompt_length + work.response_length[-1]:
-            raise UserError(f"an engine with {scheme} weights has room for {room:.0f} tokens, too few for a sequence",
-                            where="tensor_parallel, gpu_memory_utilization", fix="raise one of these keys")  # fmt: skip
-        seconds, gathered, published = roofline.Roofline(
-            size, rates, work, scheme, level, group_size, room
-        ).step()
-        rows.append({"scheme": scheme, "level": level, "seconds": seconds, "phases": by_phase(seconds),
-                     "step": sum(seconds.values()),
-                     "gathered_bytes": gathered, "published_bytes": published,
-                     "memory_bytes": plan.peak[1], "memory_phase": plan.peak[0],
-                     "too_much": 0 < rates.memory_bytes < plan.peak[1]})  # fmt: skip
+    for name in work.schemes:
+        scheme = get_scheme(name, group_size)
+        for level in _levels(scheme, adapters=bool(work.lora_r)):
+            rows.append(_row(work, rates, size, scheme, level))
     return rows
+
+
+def _levels(scheme: Scheme, *, adapters: bool) -> tuple[str, ...]:
+    """Return the levels that are compared: `off`, at which the trainer is BF16, and `linears`, at which it is not.
+    Adapters have no BF16 base for level `off`."""
+    if not scheme.quantized:
+        return ("off",)
+    return ("linears",) if adapters else ("off", "linears")
+
+
+def _row(work: Work, rates: Rates, size: ModelSize, scheme: Scheme, level: str) -> dict[str, Any]:
+    """Return the prediction for one scheme and level."""
+    plan = memory(work, rates, size, scheme.name, level)
+    room = float(plan.kv_tokens) if rates.memory_bytes else float("inf")
+    if room < work.prompt_length + work.response_length[-1]:
+        what = f"an engine with {scheme.name} weights has room for {room:.0f} tokens"
+        raise UserError(
+            f"{what}, too few for a sequence",
+            where="tensor_parallel, gpu_memory_utilization",
+            fix="raise one of these keys",
+        )
+    low_bit = scheme.quantized and level != "off"
+    step = Roofline(size, rates, work, scheme, room, low_bit=low_bit).step()
+    phase, peak = plan.peak
+    return {
+        "scheme": scheme.name,
+        "level": level,
+        "seconds": step.seconds,
+        "phases": by_phase(step.seconds),
+        "step": sum(step.seconds.values()),
+        "gathered_bytes": step.gathered,
+        "published_bytes": step.published,
+        "memory_bytes": peak,
+        "memory_phase": phase,
+        "too_much": 0 < rates.memory_bytes < peak,
+    }
 
 
 def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str) -> MemoryEstimate:
     """Return the doctor's memory estimate: for one GPU, or on a CPU for the process."""
     on_gpu = bool(rates.memory_bytes)
-    nodes = -(-work.gpus // roofline.GPUS_PER_NODE)
+    nodes = -(-work.gpus // GPUS_PER_NODE)
     micro: dict[str, Any] = {
         f"{name}_micro_batch_size_per_gpu": work.micro_batch for name in ("ppo", "log_prob")
     }
@@ -115,7 +139,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         "published, GB",
         "memory, GiB (phase)",
     ]
-    base = rows[0]["step"] if rows[0]["scheme"] == "bf16" else None
+    first = rows[0]
+    unquantized = not get_scheme(first["scheme"]).quantized
+    base = first["step"] if unquantized else None
     lines = []
     for row in rows:
         cells = [row["scheme"], row["level"], *(f"{row['phases'][phase]:.3g}" for phase in phases)]
@@ -130,15 +156,18 @@ def terms_table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table of the seconds of each term, a column for each scheme and level."""
     names = [name for name in TERMS if any(name in row["seconds"] for row in rows)]
     heads = ["term, s", *(f"{row['scheme']} {row['level']}" for row in rows), "phase: what"]
-    return markdown_table(heads, [
-        [name, *(f"{row['seconds'].get(name, 0.0):.3g}" for row in rows), ": ".join(TERMS[name])] for name in names
-    ])  # fmt: skip
+    lines = []
+    for name in names:
+        term = TERMS[name]
+        seconds = [f"{row['seconds'].get(name, 0.0):.3g}" for row in rows]
+        lines.append([name, *seconds, f"{term.phase}: {term.what}"])
+    return markdown_table(heads, lines)
 
 
 def footer() -> str:
     errors = ", ".join(f"{phase} {low:.2f}-{high:.2f}" for phase, (low, high) in ERROR.items())
     return (
-        "docs/benchmarks.md says what is left out, and qarl/bench/roofline.py has each assumed or estimated number. No "
-        "GPU has been compared.\n"
+        "docs/benchmarks.md says what is left out, and qarl/bench/plan/assumptions.py has each assumed or estimated "
+        "number. No GPU has been compared.\n"
         f"Error (predicted / measured) on a CPU, 11 steps of 135M parameters; larger for smaller models: {errors}."
     )

@@ -46,6 +46,7 @@ RUN_KEYS = {
 _PEFT = {"r": "r", "alpha": "lora_alpha", "target_modules": "target_modules"}
 _WORDS = {key: name for key, name in RUN_KEYS.items() if "." in key} | {"actor.loss": "loss_type"}
 _WORDS |= {f"lora.{key}": f"peft_config.{name}" for key, name in _PEFT.items()}
+_WORDS |= {"reward.function": "reward_funcs"}
 _KEYS = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, _WORDS)) + r")(?!\w|\.\w)")
 
 

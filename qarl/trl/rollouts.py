@@ -27,7 +27,8 @@ from qarl.rollout.engine import RolloutEngine, SamplingConfig
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.trainer.local import request_seed
 from qarl.trainer.policy import Policy
-from qarl.trl.config import QaRLConfig
+from qarl.trl.arguments import check_dataset, check_prompts
+from qarl.trl.config import QaRLConfig, in_trls_words
 from qarl.trl.rewards import is_name, named_reward
 
 EVALUATION = 2**40
@@ -122,6 +123,7 @@ def longest_prompt(args: QaRLConfig, tokenizer: Any, *datasets: Any) -> int:
 
 
 def _lengths(args: QaRLConfig, tokenizer: Any, data: Any) -> Iterator[int]:
+    check_dataset(data)
     if not hasattr(data, "__len__"):
         if args.vllm_max_model_length is None:
             what = "the prompts of a streamed dataset have unknown lengths"
@@ -137,6 +139,7 @@ def _lengths(args: QaRLConfig, tokenizer: Any, data: Any) -> Iterator[int]:
             what, where=where, why=f"its columns: {', '.join(data.column_names)}", fix=fix
         )
     prompts = list(data["prompt"])
+    check_prompts(prompts)
     if isinstance(prompts[0], str):
         tokens = tokenizer(prompts)
     else:
@@ -154,9 +157,8 @@ def checked_functions(reward_funcs: Any, args: QaRLConfig) -> Any:
     if isinstance(reward_funcs, list):
         return [checked_functions(function, args) for function in reward_funcs]
     if is_name(reward_funcs):
-        return named_reward(
-            reward_funcs, workers=args.reward_workers, timeout_s=args.reward_timeout_s
-        )
+        how = {"workers": args.reward_workers, "timeout_s": args.reward_timeout_s}
+        return in_trls_words(lambda: named_reward(reward_funcs, **how))
     if not callable(reward_funcs) or isinstance(reward_funcs, torch.nn.Module):
         return reward_funcs
     name = get_callable_name(reward_funcs)

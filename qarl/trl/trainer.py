@@ -46,6 +46,7 @@ from qarl.trainer.policy import Policy, adapters_of
 from qarl.trainer.prepare import engine_config
 from qarl.trl.adapters import ignore_frozen, load_adapter, lora_section
 from qarl.trl.advantages import equal_responses
+from qarl.trl.arguments import check_rewards, columns_of
 from qarl.trl.checks import (
     FILE,
     check_adapter_args,
@@ -84,6 +85,7 @@ class QaRLTrainer(GRPOTrainer):
         """
         check_args(args, arguments)
         assert args is not None
+        check_rewards(reward_funcs, columns_of(train_dataset))
         lora = lora_section(arguments.pop("peft_config", None), model)
         if lora:
             check_adapter_args(args)
@@ -92,9 +94,14 @@ class QaRLTrainer(GRPOTrainer):
         tokenizer = (
             processing_class or in_trls_words(lambda: make_checks(self.run, data=False)).tokenizer
         )
+        if isinstance(tokenizer, str):
+            fix = "pass AutoTokenizer.from_pretrained(FOLDER), or leave it out"
+            what = "processing_class is text, not a tokenizer"
+            raise UserError(what, where="processing_class", fix=fix)
         length = longest_prompt(args, tokenizer, train_dataset, eval_dataset)
         self.run = run_config(args, folder, max_prompt_length=length, lora=lora)
         inputs = in_trls_words(lambda: make_checks(self.run, data=False))
+        functions = checked_functions(reward_funcs, args)
         self.policy = load_policy(model, self.run)
         if self.policy.adapters is not None:
             ignore_frozen(self.policy.model)
@@ -104,7 +111,7 @@ class QaRLTrainer(GRPOTrainer):
         self.tbpo = TBPOConfig.of(args)
         super().__init__(
             self.policy.model,
-            checked_functions(reward_funcs, args),
+            functions,
             args,
             train_dataset,
             eval_dataset,
@@ -331,10 +338,17 @@ def load_policy(model: str | PreTrainedModel, config: Config) -> Policy:
     """Return the quantized policy. A model that is already loaded is quantized in place.
 
     Raises:
-        UserError: a loaded model is not BF16.
+        UserError: a loaded model is quantized already, or not BF16.
     """
     if isinstance(model, str):
         return Policy.load(config)
+    if getattr(model, "is_quantized", False):
+        raise UserError(
+            "the model is quantized already",
+            where="model",
+            why="training updates BF16 weights and quantizes them itself",
+            fix="load the original BF16 checkpoint; quant_scheme says how training quantizes it",
+        )
     if model.dtype != torch.bfloat16:
         why = "vLLM computes in BF16, and the trainer must round in the same way"
         fix = "load it with dtype=torch.bfloat16, or pass its folder; the optimizer keeps FP32 copies of the weights"

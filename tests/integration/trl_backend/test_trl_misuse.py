@@ -51,6 +51,7 @@ def build(
     folder: Path,
     data: Any = DATA,
     arguments: dict[str, Any] | None = None,
+    rewards: Any = reward,
     **settings: Any,
 ) -> Any:
     sizes = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 16}
@@ -65,7 +66,7 @@ def build(
     }
     return QaRLTrainer(
         model=model if isinstance(model, torch.nn.Module) else str(model),
-        reward_funcs=reward,
+        reward_funcs=rewards,
         args=QaRLConfig(**base | settings),
         train_dataset=data,
         **(arguments or {}),
@@ -247,6 +248,11 @@ def test_data_of_unknown_lengths_are_refused(model: Path, tmp_path: Path) -> Non
     [
         ({"prompt": []}, "a dataset is empty"),
         ({"question": PROMPTS}, "no column prompt[\\s\\S]*its columns: question"),
+        ({"prompt": [3, 4]}, "the prompt of row 0 is 3"),
+        ({"prompt": ["t3", ""]}, "the prompt of row 1 is ''"),
+        ({"prompt": ["t3", None]}, "the prompt of row 1 is None"),
+        ({"prompt": [[]]}, "the prompt of row 0"),
+        ({"prompt": [[{"from": "human", "value": "t3"}]]}, "messages with role and content"),
     ],
 )
 def test_data_without_prompts_are_refused(
@@ -260,6 +266,7 @@ def test_data_without_prompts_are_refused(
     ("broken", "words"),
     [
         ("fp32", "torch.float32"),
+        ("quantized", "is quantized already"),
         ("from a config", "not loaded from a checkpoint"),
         ("missing", "nowhere"),
     ],
@@ -268,8 +275,64 @@ def test_a_model_is_refused(model: Path, tmp_path: Path, broken: str, words: str
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32 if broken == "fp32" else "bfloat16"
     )
+    loaded.is_quantized = broken == "quantized"
     if broken == "from a config":
         loaded.config._name_or_path = ""
     source = tmp_path / "nowhere" if broken == "missing" else loaded
     with pytest.raises(UserError, match=words):
         build(source, tmp_path)
+
+
+@pytest.mark.parametrize("data", [[{"prompt": "t3"}], "data/train.parquet"], ids=str)
+def test_data_that_are_no_dataset_are_refused(model: Path, tmp_path: Path, data: Any) -> None:
+    with pytest.raises(UserError, match="a dataset is of the type"):
+        build(model, tmp_path, data=data)
+
+
+def test_a_tokenizer_by_name_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="processing_class is text"):
+        build(model, tmp_path, arguments={"processing_class": str(model)})
+
+
+class Callable:
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        return [1.0 for _ in completions]
+
+
+def without_others(completions: list[str]) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def with_a_column(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+REWARDS: list[tuple[Any, str]] = [
+    ("arithmetics", "did you mean arithmetic\\?"),
+    ("rewards.py", "write rewards.py:FUNCTION"),
+    ("nowhere.py:score", "cannot load nowhere.py[\\s\\S]*where: reward_funcs"),
+    (Callable, "write Callable\\(\\)"),
+    (5, "cannot be called"),
+    ([reward, object()], "cannot be called"),
+    ([], "no reward function was given"),
+    (None, "no reward function was given"),
+    (without_others, "add \\*\\*kwargs"),
+    (with_a_column, "missing a required argument: 'answer'"),
+]
+
+
+@pytest.mark.parametrize(("rewards", "words"), REWARDS, ids=[words for _, words in REWARDS])
+def test_a_reward_is_refused_before_the_model_is_loaded(
+    model: Path, tmp_path: Path, rewards: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "load_policy", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(UserError, match=words):
+        build(model, tmp_path, rewards=rewards)
+
+
+@pytest.mark.parametrize(
+    "rewards", [Callable(), [Callable(), reward], "arithmetic"], ids=["one", "two", "name"]
+)
+def test_rewards_that_can_be_called(model: Path, tmp_path: Path, rewards: Any) -> None:
+    with pytest.raises(EngineStarted):
+        build(model, tmp_path, rewards=rewards)

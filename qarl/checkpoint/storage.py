@@ -34,10 +34,12 @@ from qarl.errors import UserError
 
 _TEMPORARY = re.compile(r"(?P<name>.+)\.(?P<kind>partial|old)-(?P<pid>\d+)")
 METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
 EXPORT = "export"
 """Name of the final model's folder in the run folder."""
 _OS_ERROR = re.compile(r"os error (\d+)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY)
 
 
 class StorageError(UserError):
@@ -55,6 +57,7 @@ def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _refuse_file(folder)
         check_room(folder, needed_bytes)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -100,6 +103,7 @@ def replace_folder(folder: Path, new: Path) -> None:
     An existing folder is moved aside first. It is removed at the end, or moved back after an error.
     """
     folder = folder.resolve()
+    _refuse_file(folder)
     old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -112,6 +116,18 @@ def replace_folder(folder: Path, new: Path) -> None:
         raise
     _sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _refuse_file(folder: Path) -> None:
+    """Raise an OSError if `folder` is a file, which would be moved aside and stay there."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(folder))
+
+
+def free_name(path: Path) -> Path:
+    """Return `path` if nothing has this name, else the first of PATH.1, PATH.2, ... that is free."""
+    numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    return next(name for name in itertools.chain([path], numbered) if not os.path.lexists(name))
 
 
 def remove_folder(folder: Path) -> None:
@@ -217,14 +233,13 @@ def _os_error(error: Exception) -> OSError | None:
 
 
 def _storage_error(folder: Path, error: OSError) -> StorageError:
-    full = error.errno in _FULL
-    return StorageError(
-        f"{folder} could not be written",
-        why=error.strerror or str(error),
-        fix="free some space, or raise the quota or the file size limit"
-        if full
-        else "write to another folder or disk",
-    )
+    fix = "write to another folder or disk"
+    if error.errno in _FULL:
+        fix = "free some space, or raise the quota or the file size limit"
+    elif error.errno in _IN_THE_WAY:
+        fix = f"move away or rename what has the name {error.filename2 or error.filename or folder} now"
+    what = f"{folder} could not be written"
+    return StorageError(what, why=error.strerror or str(error), fix=fix)
 
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
@@ -274,14 +289,13 @@ def number(value: Any) -> float:
 def fresh_run_dir(run_dir: Path) -> None:
     """Move an earlier run aside, to `NAME.1`, `NAME.2`, ..., so that two runs never share a metrics file.
 
-    A folder without metrics and checkpoints, as after a dry run or a refused run, is not moved.
+    A folder without metrics, checkpoints and summary, as after a dry run or a refused run, is not moved.
     """
     from qarl.lora.adapter import name_base  # imports PyTorch, which a report does not need
 
     if not holds_a_run(run_dir):
         return
-    numbered = (run_dir.with_name(f"{run_dir.name}.{number}") for number in itertools.count(1))
-    target = next(path for path in numbered if not os.path.lexists(path))
+    target = free_name(run_dir)
     with writing(target):
         run_dir.rename(target)
         name_base(target / EXPORT)
@@ -289,7 +303,9 @@ def fresh_run_dir(run_dir: Path) -> None:
 
 
 def holds_a_run(run_dir: Path) -> bool:
-    return (run_dir / METRICS_FILE).exists() or checkpoints_dir(run_dir).exists()
+    """Return whether the folder has metrics, checkpoints or the summary of a run."""
+    names = (METRICS_FILE, SUMMARY_FILE, checkpoints_dir(run_dir).name)
+    return any((run_dir / name).exists() for name in names)
 
 
 def checkpoints_dir(run_dir: Path) -> Path:

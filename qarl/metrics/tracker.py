@@ -19,6 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from qarl.checkpoint.run_folder import RunFolder
 from qarl.checkpoint.storage import (
     METRICS_FILE,
     StorageError,
@@ -55,9 +56,9 @@ class Tracker:
     """Log one mapping of metrics per step to metrics.jsonl and to the chosen loggers.
 
     `log` also looks for warning signs (`qarl.metrics.warning_log`). It raises StorageError if it cannot write a line of
-    metrics.jsonl or warnings.jsonl. If a different logger fails (full disk, closed terminal, network), a message is
-    printed, this logger is dropped, and the run continues. `problem` is the first such error; the run raises it at its
-    end.
+    metrics.jsonl or warnings.jsonl, or if the run folder (`folder`) was deleted or moved since the tracker opened. If a
+    different logger fails (full disk, closed terminal, network), a message is printed, this logger is dropped, and the
+    run continues. `problem` is the first such error; the run raises it at its end.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Tracker:
         with writing(self._metrics):
             run_dir.mkdir(parents=True, exist_ok=True)
             self._metrics.open("ab").close()
+            self.folder = RunFolder(run_dir)
         history = (
             [entry for entry in read_metrics(run_dir) if entry["step"] <= start_step]
             if start_step
@@ -101,6 +103,7 @@ class Tracker:
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Write the metrics of one step (Python or NumPy numbers or one-element tensors). Call it once per step."""
+        self.folder.check()
         values = {name: number(value) for name, value in metrics.items()}
         append_lines(self._metrics, [{"step": step, **values}])
         for name in list(self._views):

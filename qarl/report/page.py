@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from qarl.checkpoint.storage import read_lines, write_text
+from qarl.checkpoint.storage import SUMMARY_FILE, read_lines, write_text
 from qarl.config import Config
 from qarl.console import say
 from qarl.errors import in_one_line
@@ -180,7 +180,7 @@ def contents(run_dir: str | Path) -> dict[str, Any]:
         "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "step": entries[-1]["step"] if entries else 0,
         "total": _total_steps(config),
-        "summary": _summary(run_dir / "summary.json"),
+        "summary": _summary(run_dir / SUMMARY_FILE),
         "series": {name: series for name in names if (series := series_of(entries, name))},
         "charts": [
             asdict(chart) | {"lines": list(chart.lines_in(names).items())} for chart in CHARTS

@@ -39,7 +39,7 @@ from qarl.console import stage
 from qarl.data.dated_template import fixed_date, written_dates
 from qarl.data.digests import prompts_digest
 from qarl.errors import UserError
-from qarl.metrics.tracker import VERSIONS_FILE, Tracker, read_metrics
+from qarl.metrics.tracker import VERSIONS_FILE, Tracker, read_metrics, versions
 from qarl.quant.convert import tied_names
 from qarl.quant.experts import unstacked
 from qarl.trainer.policy import Policy
@@ -348,8 +348,10 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def _versions(trainer: LocalTrainer) -> dict[str, Any]:
-    path = trainer.config.run_dir / VERSIONS_FILE
-    versions: dict[str, Any] = (
-        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    )
-    return versions
+    """Return the versions that the run wrote at its start, or if its file is damaged those of now."""
+    try:
+        path = trainer.config.run_dir / VERSIONS_FILE
+        written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return versions()
+    return written

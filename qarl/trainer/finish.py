@@ -14,14 +14,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from qarl.checkpoint.export_folder import why_foreign
 from qarl.checkpoint.resumable import list_checkpoints
-from qarl.checkpoint.storage import EXPORT, StorageError, checkpoints_dir, write_json, writing
+from qarl.checkpoint.run_folder import RunFolder
+from qarl.checkpoint.storage import (
+    EXPORT,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    StorageError,
+    checkpoints_dir,
+    free_name,
+    write_json,
+    writing,
+)
 from qarl.console import note, say
 from qarl.errors import UserError, in_one_line
 from qarl.metrics.plots import plot_run
 from qarl.metrics.summary import summarize
 from qarl.metrics.tracker import read_metrics
 from qarl.report.page import write_report
+from qarl.trainer.taken_names import PLOTS
 
 
 class Ending:
@@ -53,7 +65,7 @@ class Ending:
 
 
 def finish_run(
-    run_dir: Path,
+    folder: RunFolder,
     facts: Mapping[str, Any],
     failure: BaseException | None,
     problem: UserError | None,
@@ -68,33 +80,43 @@ def finish_run(
 
     `facts`: what the summary has beside the figures of the metrics. `failure`: the error that ended the training.
     `problem`: the first error of metrics and loggers during the run. `save`: a function that writes the export to a
-    folder, or why there is no export. If there was an error, raise the first of: `failure`, that of the export,
-    `problem`, that of the summary, of the plots, of the report.
+    folder, or why there is no export. If there was an error, raise the first of: `failure`, the loss of the run folder,
+    that of the export, `problem`, that of the summary, of the plots, of the report.
+
+    If the run folder is lost, export and summary are written to a new folder of its name, or of its name with a number.
     """
     ending = Ending(failure)
+    run_dir = _home(folder, ending)
+    is_lost = folder.is_lost
     summary: dict[str, Any] = {"steps": step, **facts, "finished": False}
 
     def write() -> None:
         summary["failed"] = ending.in_words()
-        write_json(run_dir / "summary.json", summary)
+        write_json(run_dir / SUMMARY_FILE, summary)
 
     try:
         with ending.attempt():
-            summary |= _export(run_dir, step, save)
+            _export(run_dir, step, save, summary)
         summary["finished"] = ending.failure is None and step >= total
-        if problem is not None:
+        if problem is not None and not (is_lost and isinstance(problem, StorageError)):
             with ending.attempt():
                 raise problem
-        with ending.attempt():
-            summary |= summarize(read_metrics(run_dir))
+        # What has no metrics any more has its error already.
+        has_metrics = ending.failure is None or (run_dir / METRICS_FILE).is_file()
+        if has_metrics:
+            with ending.attempt():
+                summary |= summarize(read_metrics(run_dir))
         with ending.attempt():
             write()
-        if plots:
-            with ending.attempt(), writing(run_dir / "plots"):
+        if plots and has_metrics:
+            with ending.attempt(), writing(run_dir / PLOTS):
                 plot_run(run_dir)
-        if report:
+        if report and has_metrics:
             with ending.attempt():
                 write_report(run_dir)
+        if not is_lost:
+            with ending.attempt():
+                _check_what_is_there(folder, summary)
     except BaseException:  # an interrupt: what was done and what failed is written all the same
         if ending.failure is not None:
             say_error(ending.failure)
@@ -105,20 +127,65 @@ def finish_run(
     if ending.failure is not None:
         with suppress(Exception):  # the file may lack the last error
             write()
+        if run_dir != folder.path:
+            note(f"the last files of the run are in {run_dir}")
         if "not_exported" in summary:
             note(f"there is no export: {summary['not_exported']}")
         raise ending.failure
     return summary
 
 
-def _export(run_dir: Path, step: int, save: Callable[[Path], Path] | str) -> dict[str, str]:
-    """Write the export. Return what the summary says about it."""
+def _home(folder: RunFolder, ending: Ending) -> Path:
+    """Return the folder for the last files: that of the run, or if it is lost a folder that does not exist."""
+    if not folder.is_lost:
+        return folder.path
+    if ending.failure is None or isinstance(ending.failure, OSError | StorageError):
+        ending.failure = None  # a file that could not be written is what the loss has caused
+        with ending.attempt():
+            folder.check()
+    return free_name(folder.path)
+
+
+def _export(
+    run_dir: Path, step: int, save: Callable[[Path], Path] | str, summary: dict[str, Any]
+) -> None:
+    """Write the export, and into `summary` where it is or why there is none.
+
+    If something that is no export has its name, leave that alone, write the export beside it and raise UserError."""
     if isinstance(save, str):
-        return {"not_exported": save}
+        summary["not_exported"] = save
+        return
+    output = run_dir / EXPORT
+    foreign = why_foreign(output) if output.exists() else None
+    if foreign is not None:
+        output = free_name(output)
     try:
-        return {"checkpoint": str(save(run_dir / EXPORT))}
+        summary["checkpoint"] = str(save(output))
     except StorageError as error:
         raise not_exported(run_dir, step, error) from error
+    if foreign is not None:
+        raise UserError(
+            f"{run_dir / EXPORT} is not an export of QaRL, so the model was exported to {output}",
+            why=foreign,
+            fix=f"move {run_dir / EXPORT} away and rename {output} to {EXPORT}",
+        )
+
+
+def _check_what_is_there(folder: RunFolder, summary: dict[str, Any]) -> None:
+    """Raise StorageError if the run folder or its export has gone meanwhile. `summary` then claims neither."""
+    export = summary.get("checkpoint")
+    if export is None or (Path(export) / "config.json").is_file():
+        folder.check()
+        return
+    summary["finished"] = False
+    summary["not_exported"] = (
+        f"{summary.pop('checkpoint')} was deleted or moved after it was written"
+    )
+    folder.check()
+    raise StorageError(
+        f"the export {export} was deleted or moved before the run had ended",
+        fix="move it back, or repeat the command or `qarl export`, if the run has a checkpoint",
+    )
 
 
 def say_error(error: BaseException) -> None:

@@ -23,7 +23,7 @@ from qarl.trainer.checkpoints import Checkpoints
 from qarl.trainer.finish import finish_run
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.mismatch_watch import probe
-from qarl.trainer.prepare import RunParts, prepare_run
+from qarl.trainer.prepare import RunParts, check_inputs, load_parts, prepare_run
 from qarl.trainer.resume import check_free, open_run
 
 _SKIPPED = "because the gradient was NaN or Inf; if this continues, lower optim.lr or look at mismatch/abs_max"
@@ -77,12 +77,18 @@ class Stop:
 
 
 def train_in_run_folder(config: Config, *, started: float) -> dict[str, Any]:
-    """Make all checks. Only then open the run folder, and call `train`, with the checkpoint if the run resumes."""
+    """Make all checks and load the weights. Only then change the run folder, and call `train`, with the checkpoint if
+    the run resumes."""
     check_free(config.run_dir)
-    parts = prepare_run(config)
-    with open_run(config, parts.record) as checkpoint:
+    inputs = check_inputs(config)
+    parts: list[RunParts] = []
+
+    def prepare(checkpoint: Checkpoint | None) -> None:
+        parts.append(load_parts(config, inputs))
+
+    with open_run(config, inputs.record, prepare) as checkpoint:
         write_resolved(config, config.run_dir / "config.yaml")
-        return train(config, started=started, checkpoint=checkpoint, parts=parts)
+        return train(config, started=started, checkpoint=checkpoint, parts=parts[0])
 
 
 def train(
@@ -159,7 +165,7 @@ def run_and_keep(
             "the run was interrupted within a step, and its weights may be those of half a step"
         )
     return finish_run(
-        run_dir,
+        tracker.folder,
         facts,
         failure,
         tracker.problem,
@@ -219,6 +225,7 @@ def keep_step(
     metrics: dict[str, float],
 ) -> None:
     """Write the checkpoint of a finished step if one is due, and log the step's `metrics`, to which this adds."""
+    tracker.folder.check()  # a checkpoint would make the folder again
     metrics |= trainer.timer.pop()
     # Look at `stop` again, because the signal may have come during the evaluation.
     metrics |= checkpoints.after_step(metrics, tracker, stopped=bool(stop))

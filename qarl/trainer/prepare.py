@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from qarl.checks.check import RunInputs
 from qarl.checks.generation import check_sampling
 from qarl.checks.inputs_record import Record
 from qarl.checks.model_folder import cannot_build
@@ -40,13 +41,24 @@ class RunParts:
 
 def prepare_run(config: Config) -> RunParts:
     """Run all checks (`qarl.checks.registry`), then load the weights. Raise UserError for the first that fails."""
+    return load_parts(config, check_inputs(config))
+
+
+def check_inputs(config: Config) -> RunInputs:
+    """Run all checks. Return what they have loaded, everything but the weights."""
     verl_functions.require(
         objective_settings(config), advantages=config.algorithm.adv_estimator == "rloo"
     )
     with stage("checking data, model and machine", imports=True):
-        run = check_run(config)
-        record = run.record
-    tokenizer = run.tokenizer
+        inputs = check_run(config)
+        inputs.record  # noqa: B018  a file that cannot be read is an error of the checks
+    return inputs
+
+
+def load_parts(config: Config, inputs: RunInputs) -> RunParts:
+    """Load the weights. Return them with the checked `inputs`. Raise UserError if the model cannot be built or its
+    engine cannot sample as the config asks."""
+    tokenizer = inputs.tokenizer
     pad_token_id = (
         tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     )
@@ -63,11 +75,11 @@ def prepare_run(config: Config) -> RunParts:
         policy,
         tokenizer,
         pad_token_id or 0,
-        run.train_prompts,
-        run.val_prompts,
-        run.sampler,
-        run.reward_fn,
-        record,
+        inputs.train_prompts,
+        inputs.val_prompts,
+        inputs.sampler,
+        inputs.reward_fn,
+        inputs.record,
     )
 
 

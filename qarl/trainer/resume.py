@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,14 @@ from qarl.checkpoint.resumable import (
     newest_good,
     open_checkpoint,
 )
-from qarl.checkpoint.storage import checkpoints_dir, fresh_run_dir, holds_a_run, recover, set_aside
+from qarl.checkpoint.storage import (
+    SUMMARY_FILE,
+    checkpoints_dir,
+    fresh_run_dir,
+    holds_a_run,
+    recover,
+    set_aside,
+)
 from qarl.checks.inputs_record import Record
 from qarl.config import Config
 from qarl.config.errors import show
@@ -40,6 +47,7 @@ from qarl.console import note, say
 from qarl.errors import UserError
 from qarl.metrics.tracker import forget_steps_after
 from qarl.trainer.input_changes import Inputs
+from qarl.trainer.taken_names import check_names
 
 
 def _keys(**sections: str) -> frozenset[str]:
@@ -90,11 +98,21 @@ class Start:
         return self.checkpoint is not None and belongs_to(self.checkpoint.folder, run_dir)
 
 
+def _nothing(checkpoint: Checkpoint | None) -> None:
+    """There is nothing to prepare."""
+
+
 @contextmanager
-def open_run(config: Config, record: Record | None = None) -> Iterator[Checkpoint | None]:
+def open_run(
+    config: Config,
+    record: Record | None = None,
+    prepare: Callable[[Checkpoint | None], object] = _nothing,
+) -> Iterator[Checkpoint | None]:
     """Lock the run folder, and yield the checkpoint to resume from, or None if the run starts fresh.
 
     `record`: what the run reads, to compare with what the run of the checkpoint read. None: compare only the configs.
+    `prepare`: called with that checkpoint when nothing stands against the run any more, and before the folder is
+    changed, so that its errors leave an earlier run as it is.
 
     If the run starts fresh, earlier runs are moved aside. Files that a killed process left incomplete are removed. Call
     `make_newest` after the resume. Raises UserError if another process uses the run folder, and for
@@ -104,6 +122,9 @@ def open_run(config: Config, record: Record | None = None) -> Iterator[Checkpoin
         for done in [*recover(run_dir), *recover(checkpoints_dir(run_dir), alone=locked)]:
             note(done)
         start = find_start(config, record)
+        if start.stays_in(run_dir) or not holds_a_run(run_dir):
+            check_names(config)
+        prepare(start.checkpoint)
         for folder, problem in start.damaged:
             name = set_aside(folder, "damaged").name
             note(
@@ -231,7 +252,7 @@ def supersede(run_dir: Path, checkpoints: Iterable[tuple[int, Path]], step: int)
                 f"{folder} is of a later step than the one that the run resumes from; it was renamed to {renamed}"
             )
     forget_steps_after(run_dir, step)
-    (run_dir / "summary.json").unlink(missing_ok=True)
+    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
 
 
 def check_free(run_dir: Path) -> None:
@@ -248,7 +269,7 @@ def check_free(run_dir: Path) -> None:
 def is_finished(run_dir: Path) -> bool:
     """Return whether the summary in `run_dir` says that the run is finished."""
     try:
-        return bool(json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["finished"])
+        return bool(json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))["finished"])
     except (OSError, ValueError, KeyError, TypeError):  # a power cut can leave it empty
         return False
 

@@ -52,6 +52,7 @@ from qarl.checkpoint.read_weights import (
 from qarl.checkpoint.storage import (
     StorageError,
     fresh_run_dir,
+    holds_a_run,
     remove_folder,
     write_json,
     write_text,
@@ -77,6 +78,7 @@ from qarl.trainer.resume import (
     version_notes,
     why_fresh,
 )
+from qarl.trainer.taken_names import check_names
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Keys of the section `verl` that change where and how fast a run trains, but not its result.
@@ -104,13 +106,16 @@ def open_verl_run(config: Config, record: Record | None = None) -> Iterator[int]
     run_dir = config.run_dir
     with lock_run(run_dir):
         folder = _choose(config, record)
+        moves = holds_a_run(run_dir) and (folder is None or not belongs_to(folder, run_dir))
+        if not moves:
+            check_names(config)
         disabled = config.trainer.resume_mode == "disable"
         fresh = "trainer.resume_mode=disable" if disabled else why_fresh(run_dir)
         say(start_line(config, (folder, step_of(folder)) if folder else None, fresh))
-        if folder is None or not belongs_to(folder, run_dir):
-            fresh_run_dir(run_dir)
-        else:
+        if folder is not None and belongs_to(folder, run_dir):
             _make_newest(run_dir, folder)
+        else:
+            fresh_run_dir(run_dir)
     with lock_run(run_dir, create=True):
         yield 0 if folder is None else step_of(folder)
 

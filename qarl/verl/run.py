@@ -30,6 +30,7 @@ from types import FrameType
 from typing import Any
 
 from qarl.checkpoint.read_weights import whole_and_torn
+from qarl.checkpoint.run_folder import RunFolder
 from qarl.checkpoint.storage import StorageError, checkpoints_dir, write_json, write_text, writing
 from qarl.checks.inputs_record import RECORD_FILE
 from qarl.checks.machine import this_machine
@@ -130,6 +131,8 @@ def _finish(
     save: Callable[[Path], Path] | str = partial(export_final, config)
     if not config.trainer.save_final:
         save = "trainer.save_final=false"
+    elif follower.folder.is_lost:
+        save = "the run folder, and with it the checkpoints, was deleted or moved"
     elif interrupted:
         save = "the run was interrupted"
     elif step < total and total not in whole:
@@ -143,7 +146,7 @@ def _finish(
         "seconds": time.perf_counter() - start,
     }
     return finish_run(
-        config.run_dir,
+        follower.folder,
         facts,
         None if interrupted else failure,
         follower.problem,
@@ -240,6 +243,11 @@ class MetricsFollower:
         self._thread.join()
         self._read()
         self._tracker.close()
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run folder as it was when verl started."""
+        return self._tracker.folder
 
     @property
     def problem(self) -> UserError | None:

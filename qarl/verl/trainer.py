@@ -4,7 +4,8 @@ The trainer, `qarl_sync`, also saves by time and can skip the pass that recomput
 choose it by `trainer.v1.trainer_mode`. `qarl.trainer.old_log_probs` explains when the pass is skipped and what is
 checked (`actor.old_log_probs`). These methods of verl's trainer are overridden:
 
-    on_train_begin, on_step_end   also save if `trainer.save_minutes` have passed (`qarl.verl.checkpoint.Saving`)
+    on_train_begin, on_step_end   also save if `trainer.save_minutes` have passed (`qarl.verl.checkpoint.Saving`), and
+                            end a run whose folder was deleted
     _compute_old_log_prob   recomputes the old log-probs, or takes the rollout's and checks a sample of rows
     _compute_advantage      sets the advantages of equal rewards to 0, where verl's are rounding noise
                             (`qarl.verl.advantages`)
@@ -35,6 +36,7 @@ import functools
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,6 +51,7 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
+from qarl.checkpoint.run_folder import RunFolder
 from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
 from qarl.metrics.validation import answers_metrics
@@ -109,11 +112,25 @@ class QaRLTrainerSync(PPOTrainerSync):
     def _saving(self) -> Saving:
         return Saving(self.config.trainer)
 
+    @functools.cached_property
+    def _run_folder(self) -> RunFolder | None:
+        """The folder of a run of `qarl train`, if it is on this machine."""
+        log = os.environ.get("VERL_FILE_LOGGER_PATH")
+        folder = Path(log).parent if log else None
+        return RunFolder(folder) if folder and (folder / "verl.yaml").is_file() else None
+
+    def _check_run_folder(self) -> None:
+        """Raise StorageError if the run folder was deleted or moved since the training began."""
+        if self._run_folder is not None:
+            self._run_folder.check()
+
     def on_train_begin(self) -> None:
         super().on_train_begin()
+        self._check_run_folder()
         self._saving.begin()
 
     def on_step_end(self) -> None:
+        self._check_run_folder()
         if self._saving.due(self.global_steps, last=self.global_steps >= self.total_training_steps):
             with marked_timer("save_checkpoint", self.timing_raw):
                 self._save_checkpoint()
@@ -299,6 +316,7 @@ class QaRLTrainerSync(PPOTrainerSync):
         return metrics | answers_metrics(zip(data_sources, sample_uids, figures, strict=True))
 
     def _save_checkpoint(self) -> None:
+        self._check_run_folder()
         # verl declares the checkpoint complete at the end of its own method.
         folder = self._saving.folder(self.global_steps)
         write_json(folder / COUNTS, self._skipping.state_dict())

@@ -56,6 +56,8 @@ class Trainer:
                 f"{folder} could not be written", why="File too large", fix="free some space"
             )
         self.exports += 1
+        folder.mkdir(parents=True)
+        (folder / "config.json").touch()
         return folder
 
 

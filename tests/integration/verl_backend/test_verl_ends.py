@@ -257,6 +257,40 @@ def test_lost_metrics_keep_no_export_from_being_written(train, lost):
     )
 
 
+def test_a_run_without_its_folder_ends_with_one_error(train):
+    """The checkpoints that verl goes on to write are in a new folder, which is not the run's."""
+    delete = at(2, lambda: shutil.rmtree(RUN))
+    code, printed = train("one source", RunPPO("one source", at_step=delete), "trainer.save_freq=2")
+    assert code == 2 and printed.count("error: ") == 1 and "Traceback" not in printed, printed
+    assert f"error: the run folder {RUN} was deleted or moved during the run" in printed
+    assert "the last files of the run are in runs/bad.1" in printed
+    ended = json.loads(Path("runs/bad.1/summary.json").read_text())
+    assert ended["finished"] is False and "checkpoint" not in ended
+    assert "the checkpoints, was deleted or moved" in ended["not_exported"]
+    assert "was deleted or moved during the run" in ended["failed"]
+
+
+def test_verls_trainer_ends_at_the_next_step_or_checkpoint(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "verl.yaml").touch()
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(folder / "verl.jsonl"))
+    trainer = object.__new__(QaRLTrainerSync)
+    trainer._check_run_folder()
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for write in (trainer.on_step_end, trainer._save_checkpoint):
+        with pytest.raises(UserError, match="was deleted or moved during the run"):
+            write()
+
+
+def test_a_name_that_is_taken_is_refused(train):
+    (RUN / "plots").mkdir(parents=True)
+    (RUN / "plots" / "mine.png").touch()
+    code, printed = train("one source", RunPPO("one source", at_step=fail(RuntimeError(BOOM))))
+    assert code == 2 and f"error: {RUN / 'plots'} is in the way of the run" in printed
+
+
 @pytest.mark.parametrize("broken", ["summarize", "plot_run", "write_report", "read_metrics"])
 def test_an_error_of_the_words_hides_no_cause_and_keeps_no_export_from_being_written(
     train, monkeypatch, broken

@@ -1,7 +1,7 @@
 """The check before the first update: it stops models that trainer and engine compute differently, and no healthy one.
 
 Each wrong model is a config, a buffer or a way to sample that QaRL refuses by name. Here the refusal is switched off,
-so only the measured mismatch can stop the run (`qarl.trainer.mismatch_watch`).
+so only the measured mismatch can stop the run (`qarl.trainer.probe`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from qarl.metrics.mismatch_limit import MismatchError, noise_limit, resolve_limi
 from qarl.process import configure_vllm_process
 from qarl.rollout.publish.writers import WritePlan
 from qarl.trainer.local import LocalTrainer
-from qarl.trainer.mismatch_watch import check, compare
 from qarl.trainer.policy import Policy
 from qarl.trainer.prepare import prepare_run
+from qarl.trainer.probe import check, compare
 
 LONG = 1000
 YARN = VALUES["types"]["yarn"]
@@ -169,9 +169,7 @@ def refusals_off(model: Model) -> Iterator[None]:
                 mock.patch(f"qarl.{module}.sampling_params", _sampling(model.sampling))
             )
         if model.length:
-            stack.enter_context(
-                mock.patch("qarl.trainer.mismatch_watch.PROBE_TOKENS", model.length)
-            )
+            stack.enter_context(mock.patch("qarl.trainer.probe.PROBE_TOKENS", model.length))
         if model.cast:
             stack.enter_context(mock.patch.object(Policy, "load", _cast_after(Policy.load)))
         yield
@@ -235,17 +233,19 @@ def measure(model: Model, level: str) -> Row:
             fired = False
         except MismatchError:
             fired = True
+    noise = comparison.noise
+    assert noise is not None
     length = comparison.tokens / len(comparison.batch.response_mask)
     temperature = config.rollout.temperature
     return {
-        "level": comparison.level,
+        "level": noise.level,
         "tokens": comparison.tokens,
         "abs_mean": comparison.metrics["mismatch/abs_mean"],
         "limit": resolve_limit(
             None, trainer.policy.limit_level, response_length=length, temperature=temperature
         ),
-        "times": comparison.times,
-        "times_limit": noise_limit(comparison.level, comparison.tokens),
+        "times": noise.times,
+        "times_limit": noise_limit(noise.level, comparison.tokens),
         "fired": fired,
         "should_fire": model.wrong,
     }

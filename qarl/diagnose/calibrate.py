@@ -308,7 +308,7 @@ def measure_updates(
             for part in batch.micro_batches(size)
         ]
         for number, part in enumerate(parts):
-            _, new = trainer.backward(batch, before, part.start, part.stop)
+            _, new = trainer.backward(batch, before, part)
             if number:
                 updates.append(_ratios(batch, part, new, before, prompts))
             if part is not parts[-1]:

@@ -221,7 +221,7 @@ def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str
             else {}
         ),
         **(
-            {_AUTO: trainer.source.skipping.state_dict()}
+            {_AUTO: trainer.source.schedule.skipping.state_dict()}
             if trainer.config.actor.old_log_probs == "auto"
             else {}
         ),
@@ -257,7 +257,7 @@ def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
     if trainer.optimizer.loss_scale.active:
         trainer.optimizer.loss_scale.load_state_dict(state["loss_scale"])
     if trainer.config.actor.old_log_probs == "auto" and _AUTO in state:
-        trainer.source.skipping.load_state_dict(state[_AUTO])
+        trainer.source.schedule.skipping.load_state_dict(state[_AUTO])
     trainer.step = checkpoint.step
 
 

@@ -45,7 +45,7 @@ from qarl.rollout.recovery import EngineRecovery
 from qarl.trainer.advantages import step_advantages
 from qarl.trainer.batch import Batch, Rows, make_batch, micro_batches, request_seed
 from qarl.trainer.master_optimizer import MasterOptimizer
-from qarl.trainer.mismatch_watch import check_batch, log_samples, watch
+from qarl.trainer.mismatch_watch import check_batch, log_step_samples, watch
 from qarl.trainer.old_log_probs import OldLogProbs
 from qarl.trainer.policy import Policy
 from qarl.trainer.prepare import RunParts, engine_config
@@ -63,7 +63,7 @@ class LocalTrainer:
     step       number of finished training steps, which is also the version of the published weights
     updated    whether this program has begun an update
     warnings   the warnings of the last step
-    source     chooses the old log-probs of a step
+    source     computes the old log-probs of a step, or takes the rollout's
     reference  the policy before the first step, for the KL term of actor.use_kl_loss, or None. It is quantized and
                aligned too, so the first KL is exactly 0. verl's is not, so verl's KL also contains the quantization
     """
@@ -135,7 +135,7 @@ class LocalTrainer:
         metrics |= {"publish/rebuilds": self.recovery.rebuilds}
         watched, warnings = watch(config, self.policy, batch, metrics)
         self.warnings = warnings + self.source.messages
-        log_samples(config, self.step, batch, self.source.measured, self.tokenizer)
+        log_step_samples(config, self.step, batch, self.source.measured, self.tokenizer)
         return metrics | watched
 
     def rollout(self, *, top_tokens: bool = False) -> tuple[Batch, dict[str, float]]:
@@ -205,42 +205,48 @@ class LocalTrainer:
         """Do `ppo_epochs` passes over the batch, with one optimizer step per mini-batch. Return metrics.
 
         `confirm`: called once, before any weight changes, with `old_log_probs` and the log-probs of the first
-        mini-batch. If it returns other old log-probs, the update starts again with them. An optimizer step whose
-        gradient is not finite is skipped."""
+        mini-batch. If it returns other old log-probs, the update uses these. An optimizer step whose gradient is not
+        finite is skipped."""
         actor = self.config.actor
         size = actor.ppo_mini_batch_size * self.config.rollout.n
-        correction = self.objective.correction
-        batch.weights = correction_weights(
-            old_log_probs, batch.rollout_log_probs, batch.response_mask, correction
-        )
+        self.weigh(batch, old_log_probs)
         mini_batches = list[list[Statistics]]()
         norms = list[float]()
         for _ in range(actor.ppo_epochs):
             for rows in batch.micro_batches(size):
-                statistics, log_probs = self.backward(batch, old_log_probs, rows.start, rows.stop)
+                statistics, log_probs = self.backward(batch, old_log_probs, rows)
                 if confirm is not None and not norms:
                     with self.timer.phase("old_log_prob", not_in="update"):
                         confirmed = confirm(batch, old_log_probs, log_probs)
                     if confirmed is not old_log_probs:
+                        old_log_probs = confirmed
                         self.optimizer.zero_grad()
-                        return self.update(batch, confirmed)
+                        self.weigh(batch, old_log_probs)
+                        statistics, _ = self.backward(batch, old_log_probs, rows)
                 mini_batches.append(statistics)
                 norms.append(self.optimizer_step())
         metrics = update_metrics(mini_batches) | self.optimizer.metrics(norms)
         self.optimizer.scheduler_step()
         return metrics
 
+    def weigh(self, batch: Batch, old_log_probs: torch.Tensor) -> None:
+        """Store the weights for the mismatch between rollout and `old_log_probs` in the batch."""
+        batch.weights = correction_weights(
+            old_log_probs, batch.rollout_log_probs, batch.response_mask, self.objective.correction
+        )
+
     def backward(
-        self, batch: Batch, old_log_probs: torch.Tensor, start: int, stop: int
+        self, batch: Batch, old_log_probs: torch.Tensor, mini_batch: slice
     ) -> tuple[list[Statistics], torch.Tensor]:
-        """Compute the gradients of one mini-batch (rows `start` to `stop`), summed over its micro-batches in FP32.
+        """Compute the gradients of one mini-batch, summed over its micro-batches in FP32. `mini_batch`: its rows.
 
         Return the objective's statistics for each micro-batch, and the rows' log-probs, FP32 [rows, R]."""
-        mask = batch.response_mask[start:stop]
+        mask = batch.response_mask[mini_batch]
         whole = {"responses": int(mask.any(1).sum()), "tokens": int(mask.sum())}
         statistics = []
         log_probs = torch.zeros_like(batch.rollout_log_probs)
-        for rows in micro_batches(batch, self.config.actor, start=start, stop=stop):
+        limits = {"start": mini_batch.start, "stop": mini_batch.stop}
+        for rows in micro_batches(batch, self.config.actor, **limits):
             with self.timer.phase("forward"):
                 new = self.policy.response_log_probs(
                     batch, rows, temperature=self.config.rollout.temperature
@@ -252,7 +258,7 @@ class LocalTrainer:
                 self.optimizer.accumulate()
             statistics.append(values | {"sum/loss": loss.item()})
             log_probs[rows] = new.detach()
-        return statistics, log_probs[start:stop]
+        return statistics, log_probs[mini_batch]
 
     def loss(
         self,

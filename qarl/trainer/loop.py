@@ -22,8 +22,8 @@ from qarl.report.page import update_report
 from qarl.trainer.checkpoints import Checkpoints
 from qarl.trainer.finish import finish_run
 from qarl.trainer.local import LocalTrainer
-from qarl.trainer.mismatch_watch import probe
 from qarl.trainer.prepare import RunParts, check_inputs, load_parts, prepare_run
+from qarl.trainer.probe import probe
 from qarl.trainer.resume import check_free, open_run
 
 _SKIPPED = "because the gradient was NaN or Inf; if this continues, lower optim.lr or look at mismatch/abs_max"

@@ -1,140 +1,21 @@
-"""Compare the log-probs that trainer and engine give to the same tokens: before training (the probe) and in every step.
+"""Watch the mismatch of a local run's batches, and log a few responses with δ of each token.
 
-Two limits apply to the probe (`qarl.metrics.mismatch_limit`): that of the alignment level, and a multiple of the
-model's own rounding noise. The second takes three forwards of the probe's tokens: one with the published tensors, and
-`qarl.align.rounding_noise.DRAWS`. Steps have only the first limit. Before the first update, a mismatch over it ends the
-run. Later it is a warning.
-
-`log_samples` writes the tokens of a few responses with their differences, for the report.
+Before the first update, a mismatch over the limit of the alignment level ends the run. Later it is a warning.
+`qarl.trainer.probe` makes the same check on a few responses before training.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
-from qarl.align.levels import engine_arithmetic
-from qarl.align.rounding_noise import Roots
 from qarl.align.router import known_routing
 from qarl.config import Config
 from qarl.console import say
-from qarl.errors import UserError
-from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_mismatch, check_noise, times_noise
-from qarl.metrics.step_metrics import mismatch_metrics
-from qarl.quant.convert import published_forward
-from qarl.quant.experts import stacked_experts
-from qarl.report.samples import append_samples, chosen_samples, is_logged
-from qarl.rollout.engine_config import SamplingConfig
-from qarl.trainer.batch import Batch, make_batch, request_seed
+from qarl.step.limit import StepLimit
+from qarl.step.samples import SampleLog, SampleRows
+from qarl.trainer.batch import Batch
 from qarl.trainer.old_log_probs import Measured
 from qarl.trainer.policy import Policy
-
-if TYPE_CHECKING:
-    from qarl.trainer.local import LocalTrainer
-
-PROBE_RESPONSES = 16
-PROBE_TOKENS = 64
-"""Number of responses (one per prompt) and tokens per response. They are large enough for a meaningful mean even with
-`quant.align=off`, where a single token can differ by several nats."""
-PROBE_STEP = -1
-"""Training step in the seeds of the probe's requests. No real step has this number."""
-
-
-@dataclasses.dataclass
-class Comparison:
-    """A comparison of trainer and engine: the `batch` of responses, and `metrics` of their mismatch.
-
-    times   how many times larger |δ| is than the rounding noise, with the published tensors; None if not measured
-    level   the alignment level whose arithmetic the trainer had for `times`
-    tokens  number of compared tokens
-    """
-
-    batch: Batch
-    metrics: dict[str, float]
-    times: float | None
-    level: str
-    tokens: float
-
-
-def probe(trainer: LocalTrainer) -> str:
-    """Sample responses to a few training prompts, and compare the log-probs of trainer and engine. Return one line.
-
-    The state of the global random generators is restored. Raises MismatchError if |δ| is over one of its limits."""
-    comparison = compare(trainer)
-    check(trainer, comparison)
-    line = f"probe: mean |δ| {comparison.metrics['mismatch/abs_mean']:.2g} over {comparison.tokens:.0f} tokens"
-    if comparison.times is None:
-        return line
-    ratio = f"|δ| at {comparison.level} is {comparison.times:.2g} times this model's noise"
-    return f"{line}; with the published weights, {ratio}"
-
-
-def check(trainer: LocalTrainer, comparison: Comparison) -> None:
-    """Raise MismatchError if the |δ| of a comparison is over one of its limits."""
-    level = trainer.policy.limit_level
-    batch = comparison.batch
-    metrics = comparison.metrics
-    check_batch(trainer.config, level, batch, metrics, before_first_update=True)
-    if comparison.times is not None:
-        check_noise(comparison.times, level=comparison.level, tokens=comparison.tokens)
-
-
-def compare(trainer: LocalTrainer) -> Comparison:
-    """Sample responses to a few training prompts, and compare the log-probs of trainer and engine.
-
-    The noise is measured unless `quant.mismatch_limit` is set, which replaces its limit, or the level has none."""
-    config = trainer.config
-    count = min(PROBE_RESPONSES, len(trainer.parts.train_prompts))
-    seeds = [request_seed(config.seed, PROBE_STEP, i) for i in range(count)]
-    prompts = [trainer.parts.train_prompts[i].prompt_token_ids for i in range(count)]
-    longest = min(PROBE_TOKENS, config.data.max_response_length)
-    sampling = dataclasses.replace(SamplingConfig.of_run(config), max_tokens=longest)
-    on_gpu = trainer.policy.device.type == "cuda"
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
-        responses = trainer.generate(prompts, sampling, seeds)
-        trainer.engine.sleep()
-        zeros = torch.zeros(count)
-        batch = make_batch(responses, zeros, zeros, pad_token_id=trainer.parts.pad_token_id).to(
-            trainer.policy.device
-        )
-        log_probs = trainer.old_log_probs(batch)
-    metrics = mismatch_metrics(log_probs, batch.rollout_log_probs, batch.response_mask)
-    level = trainer.policy.limit_level
-    tokens = float(batch.response_mask.sum())
-    if config.quant.mismatch_limit is not None or level not in NOISE_LIMITS:
-        return Comparison(batch, metrics, None, level, tokens)
-    level, roots = compare_with_noise(trainer.policy, config, batch)
-    return Comparison(
-        batch, metrics, times_noise(roots.delta, roots.noise, roots.tokens), level, tokens
-    )
-
-
-def compare_with_noise(policy: Policy, config: Config, batch: Batch) -> tuple[str, Roots]:
-    """Compare the engine's log-probs of `batch` with the closest forward that `policy` has. Return its level, too.
-
-    The forward multiplies by the published tensors, also at `off`. It has the arithmetic of level `model` where that
-    exists, also at `linears` and, without experts, at `off`."""
-    off = policy.align == "off" and policy.scheme.quantized
-    level = policy.limit_level
-    roots = Roots()
-    with ExitStack() as stack:
-        if level in ("off", "linears") and not (off and stacked_experts(policy.model)):
-            level = "model" if stack.enter_context(engine_arithmetic(policy.model)) else level
-        if off:
-            kernels = config.quant.kernels
-            stack.enter_context(
-                published_forward(policy.model, policy.scheme, policy.ignore, kernels=kernels)
-            )
-        roots.add(
-            policy.model,
-            lambda: policy.batch_log_probs(batch, config),
-            batch.rollout_log_probs,
-            batch.response_mask,
-        )
-    return level, roots
 
 
 def check_batch(
@@ -149,13 +30,11 @@ def check_batch(
 
     Raise MismatchError if the mismatch is over its limit and `before_first_update` is true."""
     lengths = batch.response_mask.sum(1)
-    return check_mismatch(
+    return StepLimit(config.quant.mismatch_limit, level).check(
         metrics["mismatch/abs_mean"],
-        limit=config.quant.mismatch_limit,
-        level=level,
-        before_first_update=before_first_update,
         response_length=float(lengths[lengths > 0].float().mean()),
         temperature=config.rollout.temperature,
+        before_first_update=before_first_update,
     )
 
 
@@ -198,32 +77,34 @@ def watch(
     return watched, warnings
 
 
-def log_samples(
+def log_step_samples(
     config: Config, step: int, batch: Batch, measured: Measured, tokenizer: Any
 ) -> None:
-    """Append some responses of `step` to samples.jsonl, if `is_logged` chooses this step.
+    """Append some responses of `step` to samples.jsonl, if `trainer.report` is set and this step is logged.
 
     `measured`: the trainer's log-probs before the update. Responses that have none are not chosen."""
-    if not config.trainer.report or not is_logged(step, config.trainer.total_training_steps):
+    if not config.trainer.report:
         return
+    log = SampleLog(
+        config.run_dir,
+        config.trainer.total_training_steps,
+        tokenizer.decode,
+        warn=lambda text: say(f"warning: {text}"),
+    )
+    log.write(step, lambda: sample_rows(batch, measured))
+
+
+def sample_rows(batch: Batch, measured: Measured) -> SampleRows:
+    """Return the rows of a batch without their padding."""
     lengths = batch.response_mask.sum(1).tolist()
     differences = (measured.log_probs - batch.rollout_log_probs).cpu()
-    deltas = [
-        row[:length].tolist() if known else []
-        for row, length, known in zip(differences, lengths, measured.known.tolist(), strict=True)
-    ]
-    prompts = [
-        row[:length]
-        for row, length in zip(batch.input_ids, batch.prompt_lengths.tolist(), strict=True)
-    ]
-    responses = [row[:length] for row, length in zip(batch.responses, lengths, strict=True)]
-    more: dict[str, Any] = {"reward": batch.rewards.tolist()}
-    if batch.finish_reasons is not None:
-        more["finish_reason"] = batch.finish_reasons
-    advantages = batch.advantages.tolist()
-    samples = chosen_samples(step, prompts, responses, deltas, advantages, tokenizer.decode, **more)
-    try:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        append_samples(config.run_dir, samples)
-    except (UserError, OSError) as error:
-        say(f"warning: the samples of step {step} were not written: {error}")
+    known = measured.known.tolist()
+    rows = range(len(batch))
+    return SampleRows(
+        prompts=[batch.input_ids[row][: batch.prompt_lengths[row]] for row in rows],
+        responses=[batch.responses[row][: lengths[row]] for row in rows],
+        deltas=[differences[row][: lengths[row]].tolist() if known[row] else [] for row in rows],
+        advantages=batch.advantages.tolist(),
+        rewards=batch.rewards.tolist(),
+        finish_reasons=batch.finish_reasons,
+    )

@@ -8,7 +8,7 @@ log-probs do not depend on the other rows of its batch. If they did, the differe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from torch import nn
 from qarl.align import align_model
 from qarl.align.cpu_attention import uses_engine_attention
 from qarl.align.packed_attention import attends_in_rows
-from qarl.align.router import differing_tokens, recorded_routing, replayed_routing, replays
+from qarl.align.router import replays
 from qarl.checks.model import has_plain_head, no_fp32_head
 from qarl.checks.model_folder import cannot_load, lacks_tensors, load_hf_config, loading_options
 from qarl.errors import UserError
@@ -31,6 +31,8 @@ from qarl.quant.experts import stacked_experts
 from qarl.quant.meta_model import TORCH_DTYPES, check_buffers, default_dtype_kept
 from qarl.quant.state_dict import packed_state_dict
 from qarl.schemes import Scheme, get_scheme
+from qarl.step.noise import TrainedModel
+from qarl.step.routing import RoutingReplay
 from qarl.trainer.batch import TOKEN_MULTIPLE, Batch, Layout, Rows, lay_out, micro_batches
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class Policy:
     limit_level      the level whose limit on the mismatch applies, which is lower if `align` is unconfirmed
     why_lower        the reasons if `align` is lower than the config's
     report           a text that lists the replaced modules, and the reason if `align` is lower than the config's
+    kernels          a value of `quant.kernels`
     packed           whether the rows of a forward are packed; if false, they are padded
     adapters         the adapters that are trained, or None if all weights are
     base_digests     with adapters: the digests of the base's tensors, once they have been computed
@@ -128,7 +131,8 @@ class Policy:
         if self.fp32_head and not self.plain_head:
             raise no_fp32_head(model.config.model_type)
         self.replays = replays(router_replay, self.align)
-        self._routing = ExitStack()
+        self.kernels = kernels
+        self._routing = RoutingReplay()
         self.adapters = adapters(model, device=device) if adapters else None
         self.base_digests: dict[str, str] = {}
         self.report = f"{linears}\n{aligned}" + (f"\n{self.adapters}" if self.adapters else "")
@@ -262,18 +266,21 @@ class Policy:
             yield
             return
         sampled = layout.flatten(batch.routed_experts[rows], -1)
-        if self.replays:
-            self._routing.enter_context(replayed_routing(self.model, sampled))
+        self._routing.begin(self.model, sampled, replay=self.replays)
         if torch.is_grad_enabled():
             yield
             return
-        with self._routing, recorded_routing(self.model) as record:
+        try:
             yield
-        batch.note_routing(rows, layout.unflatten(differing_tokens(record.experts(), sampled)))
+            compared = self._routing.end()
+        finally:
+            self._routing.stop()
+        assert compared is not None
+        batch.note_routing(rows, layout.unflatten(compared.other))
 
     def end_replay(self) -> None:
         """Let the routers choose experts again. Call this after the backward if the forward replayed."""
-        self._routing.close()
+        self._routing.stop()
 
     def logits(self, batch: Batch, rows: Rows, layout: Layout) -> WholeLogits | LogitsInBlocks:
         """Run the forward of `batch[rows]`, and return the logits that predict its response tokens, one row per token.
@@ -324,6 +331,20 @@ class Policy:
         assert self.adapters is not None and engine.weights is not None
         self.adapters.share(engine.weights.storage())
         return report
+
+    def in_comparison(self) -> TrainedModel:
+        """Return what `compare_with_noise` needs. At `off`, experts of a quantized policy stay those of transformers,
+        which level `model` does not have."""
+        plain_experts = self.align == "off" and self.scheme.quantized and self.has_experts
+        return TrainedModel(
+            self.model,
+            self.scheme,
+            self.ignore,
+            align=self.align,
+            limit_level=self.limit_level,
+            kernels=self.kernels,
+            can_be_aligned=not plain_experts,
+        )
 
     def freeze(self) -> Policy:
         """Stop training this policy, and return it. The reference policy of the KL term is frozen from the start."""

@@ -29,7 +29,6 @@ last bits, by up to 1.2e-6 if everything else is equal.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +36,10 @@ import torch
 from torch import nn
 from verl.utils import tensordict_utils as tu
 
-from qarl.align.router import RecordedRouting, known_routing, recorded_routing, replayed_routing
-from qarl.align.router import differing_tokens as differing
 from qarl.checks.model import has_plain_head, no_fp32_head
 from qarl.kernels.cpu import bf16_linear
 from qarl.kernels.log_probs import chosen_log_probs, log_probs_and_entropies
+from qarl.step.routing import RoutingReplay
 
 _OTHER_OUTPUTS = (
     "calculate_sum_pi_squared",
@@ -199,43 +197,34 @@ def row_inputs(inputs: dict[str, Any], micro_batch: Any, *, exact: bool) -> dict
 
 
 class RouterReplay:
-    """Replays the routing of one forward at a time. A replay stays active until the next forward begins, because
-    gradient checkpointing computes the forward again in the backward."""
+    """Replays the routing of verl's micro-batches, and counts the tokens that would have gone elsewhere.
+
+    known   number of tokens since the last `take`, in passes that compute old log-probs, whose routing is in the batch
+    other   number of those that the actor's own routers would send to different experts
+    """
 
     def __init__(self) -> None:
-        self._replay = ExitStack()
-        self._record: RecordedRouting | None = None
-        self._routing: torch.Tensor | None = None
-        self.other = self.known = 0
-        """Numbers of tokens since the last `take`, in passes that compute old log-probs. `known`: tokens whose routing
-        is in the batch. `other`: those of them that the actor's own routers would send to different experts."""
+        self._replay = RoutingReplay()
+        self.known = 0
+        self.other = 0
 
     def begin(self, module: Any, micro_batch: Any, input_ids: torch.Tensor) -> None:
         """Call before a forward of `input_ids`, [B, T] padded on the right or [1, tokens] packed."""
         self.stop()
         routed = micro_batch.get("routed_experts", None)
-        if routed is None:
-            return
-        routing = as_forward(routed, input_ids)
-        self._replay.enter_context(replayed_routing(module, routing))
-        if not torch.is_grad_enabled():
-            self._routing, self._record = (
-                routing,
-                self._replay.enter_context(recorded_routing(module)),
-            )
+        if routed is not None:
+            self._replay.begin(module, as_forward(routed, input_ids))
 
     def stop(self) -> None:
         """Let the model's own routers choose."""
-        self._replay.close()
-        self._routing = self._record = None
+        self._replay.stop()
 
     def end(self) -> None:
         """Call after a forward. If it ran without gradients (to compute log-probs), update the counts for `take`."""
-        if self._record is None or self._routing is None:
-            return
-        self.other += int(differing(self._record.experts(), self._routing).sum())
-        self.known += int(known_routing(self._routing).any(-1).sum())
-        self._record = None
+        compared = self._replay.end()
+        if compared is not None:
+            self.known += int(compared.known.sum())
+            self.other += int(compared.other.sum())
 
     def take(self) -> tuple[int, int]:
         """Return `other` and `known`, the token counts since the last call, and set both to 0."""

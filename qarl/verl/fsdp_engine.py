@@ -11,7 +11,7 @@ Without `QuantFSDPEngineConfig` and without `loss_mode` tbpo or qarl every metho
     infer_batch            remembers that verl has asked for old log-probs
     train_batch, forward_step   give the loss the rollout log-probs and the number of non-empty responses, collect
                            statistics, and compare with the rollout engine before the first update
-                           (`qarl.verl.step_measurements`)
+                           (`qarl.verl.training_steps`)
     lr_scheduler_step      does nothing if the step was dropped: its old log-probs turned out not to be the trainer's
     save_checkpoint, load_checkpoint   also write, and compare the loaded state with, a record of the state
     get_per_tensor_param   publishes the tensors that the next forward multiplies by, on CPU also of an unquantized
@@ -24,7 +24,6 @@ registers no engine for NVIDIA, AMD or `cpu`, so QaRL registers this one for the
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -41,16 +40,17 @@ from qarl.align.cpu_attention import uses_engine_attention
 from qarl.align.families import check_rows
 from qarl.align.packed_attention import use_rows_attention
 from qarl.align.router import replays
-from qarl.config.optimizers import Optimizer, built_by
 from qarl.errors import UserError
-from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, check_mismatch
-from qarl.optim.muon import shard_axis
+from qarl.metrics.mismatch_limit import DEFAULT_LIMITS
 from qarl.quant.convert import quantize_model
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
 from qarl.quant.meta_model import check_buffers, restore_buffers
 from qarl.rollout.remote.wire import DeltaSender
 from qarl.schemes import UNQUANTIZED, get_scheme
-from qarl.verl import forward, step_measurements
+from qarl.step.limit import StepLimit
+from qarl.step.statistics import Counts
+from qarl.step.updates import RunState
+from qarl.verl import forward
 from qarl.verl.adapters import ActorAdapters, gathered
 from qarl.verl.ask_servers import Watch, refuse_dead_servers, servers_have_base
 from qarl.verl.checkpoint import check_files, check_record, save_record
@@ -58,13 +58,15 @@ from qarl.verl.config_classes import QuantFSDPEngineConfig
 from qarl.verl.engine_checks import check_engine_config
 from qarl.verl.keys import LOSS_MODES
 from qarl.verl.loss import (
-    DIFFERING,
     MICRO_BATCH,
     MicroBatch,
     loss_mode,
     refuse_hidden_mismatch,
 )
+from qarl.verl.optimizer import build_optimizer, chosen_optimizer
 from qarl.verl.publication import Publication, publication, publish_timeout
+from qarl.verl.step_measurements import log_mini_batch, log_prob_rows, summed
+from qarl.verl.training_steps import ActorSteps, TrainingStep, check_noise_once
 
 _log = logging.getLogger("qarl.verl")
 _log.setLevel(logging.INFO)
@@ -85,16 +87,6 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     align: str = "off"
     limit_level: str = "off"
     """The level whose limit on the mismatch applies."""
-    compared: bool = False
-    """Whether the log-probs have been compared with the actor's rounding noise."""
-    _updated: bool = False
-    """Whether this process has made an update, so that the weights are no longer the loaded ones."""
-    _asked_for_log_probs: bool = False
-    """Whether verl has asked for log-probs since the last training step."""
-    _step: step_measurements.TrainingStep | None = None
-    """The training step, from its first mini-batch to its last."""
-    _last_dropped: bool = False
-    """Whether the update of the last training step was dropped."""
     _head: forward.LogProbHead | None = None
     _outbox: DeltaSender | None = None
     adapters: ActorAdapters | None = None
@@ -111,6 +103,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             publish_timeout()  # raises for a bad value before the model is loaded
             check_engine_config(model_config, engine_config)
         self.routing = forward.RouterReplay()
+        self.steps = ActorSteps()
         self._servers = Watch(only_servers=True)
         self._outbox = (
             DeltaSender() if self.quant is not None and self.quant.publish_delta == "auto" else None
@@ -233,26 +226,25 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             return outputs
         chosen: dict[str, torch.Tensor] = {}
         if self.quant is not None:
-            logits = output.logits = (
-                output.logits.float()
-            )  # verl divides by the temperature in the logits' own dtype
+            # verl divides by the temperature in the logits' own dtype.
+            logits = output.logits.float()
+            output.logits = logits
             # verl masks these logits in the rollout, too (monkey_patch_compute_logits in vllm_rollout/utils.py).
             logits[..., len(self.model_config.tokenizer) :] = _NO_LOGIT
             if not tu.get_non_tensor_data(data=micro_batch, key="distillation_only", default=False):
                 chosen["log_probs"] = forward.log_softmax_of_chosen(
                     logits, output_args, micro_batch, gather
                 )
+                # verl then computes no log-probs.
                 micro_batch = micro_batch.copy()
-                tu.assign_non_tensor(
-                    micro_batch, distillation_only=True
-                )  # verl then computes no log-probs
-        return (
-            super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-            | chosen
+                tu.assign_non_tensor(micro_batch, distillation_only=True)
+        verls = super().prepare_model_outputs(
+            output, output_args, micro_batch, logits_processor_func
         )
+        return verls | chosen
 
     def infer_batch(self, data: Any, loss_function: Callable[..., Any] | None = None) -> Any:
-        self._asked_for_log_probs = True
+        self.steps.asked = True
         return super().infer_batch(data, loss_function)
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
@@ -260,60 +252,65 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if self.quant is None and loss_mode(loss_function) not in LOSS_MODES:
             return super().train_batch(data, loss_function)
         tu.maybe_fix_3d_position_ids(data)
-        step = self._step = self._step or step_measurements.TrainingStep.of(data)
-        group = self.get_data_parallel_group()
-        if not step.dropped:
-            step.begin_mini_batch(data, group)
-            all_equal = step.mini_batch.tokens > 0 and step.mini_batch.differing == 0
-            refuse_hidden_mismatch(
-                loss_function, step.relies, all_equal=all_equal, asked=self._asked_for_log_probs
-            )
-            if not self._updated and not step.relies and "rollout_log_probs" in data:
-                self._check_limit(step, step.mini_batch.mismatch, step.mini_batch.response_length)
-            number = step.statistics.begin_mini_batch()
-
-            self.optimizer_zero_grad()
-            outputs = self.forward_backward_batch(data, loss_function)
-            compared = step.close(group)  # may drop the update
-            if compared and not step.dropped and not self._updated:
-                self._check_limit(step, step.compared.mismatch, step.compared.response_length)
-        if step.dropped:  # by this mini-batch or an earlier one
-            self.optimizer_zero_grad()
-            outputs = {
-                "model_output": {},
-                "loss": [0.0],
-                "metrics": {DIFFERING: [float(step.compared.differing)]},
-            }
-        else:
-            self._updated = True
-            norm = outputs["metrics"]["grad_norm"] = self.optimizer_step()
-            step.skipped += int(not math.isfinite(norm))  # verl then makes no update
-            if (
-                number == 1 and step.relies != "rollout"
-            ):  # with `rollout`, nobody knows δ of each token
-                step_measurements.log_samples(self, data)
+        step = self.steps.begin(data)
+        outputs = self._train_mini_batch(step, data, loss_function)
         # In verl `update_lr_scheduler` is true only for the last mini-batch of a step.
         if tu.get(data, key="update_lr_scheduler", default=True):
             routing = self.routing.take()
-            if not step.dropped:
+            if not step.updates.dropped:
                 metrics = self._metrics_of(step, routing)
                 outputs["metrics"].update({name: [value] for name, value in metrics.items()})
-                self._asked_for_log_probs = False
-            self._step = None
-            self._last_dropped = step.dropped
+            self.steps.finish(step)
         return outputs
 
-    def _metrics_of(
-        self, step: step_measurements.TrainingStep, routing: tuple[int, int]
-    ) -> dict[str, float]:
+    def _train_mini_batch(
+        self, step: TrainingStep, data: Any, loss_function: Callable[..., Any]
+    ) -> Any:
+        """Make the update of one mini-batch, unless this mini-batch or an earlier one has dropped the step's."""
+        if step.updates.dropped:
+            return self._drop(step)
+        self._check_mini_batch(step, data, loss_function)
+        self.optimizer_zero_grad()
+        outputs = self.forward_backward_batch(data, loss_function)
+        compared = step.updates.close(partial(summed, group=self.get_data_parallel_group()))
+        if step.updates.dropped:
+            return self._drop(step)
+        if compared and not self.steps.trained:
+            self._check_counts(step, step.updates.compared)
+        self.steps.run = RunState.TRAINED
+        norm = self.optimizer_step()  # verl makes no update if it is not finite
+        outputs["metrics"]["grad_norm"] = norm
+        step.updates.updated(norm)
+        # With `rollout`, nobody knows δ of each token.
+        if step.statistics.in_first and step.updates.relies != "rollout":
+            log_mini_batch(self, data)
+        return outputs
+
+    def _drop(self, step: TrainingStep) -> dict[str, Any]:
+        self.optimizer_zero_grad()
+        return step.dropped_outputs()
+
+    def _check_mini_batch(
+        self, step: TrainingStep, data: Any, loss_function: Callable[..., Any]
+    ) -> None:
+        """Count a mini-batch, and raise UserError if its log-probs hide a mismatch or, before the first update, if they
+        show one over its limit."""
+        step.begin_mini_batch(data, self.get_data_parallel_group())
+        counts = step.mini_batch
+        relies = step.updates.relies
+        all_equal = counts.tokens > 0 and counts.differing == 0
+        refuse_hidden_mismatch(loss_function, relies, all_equal=all_equal, asked=self.steps.asked)
+        if not self.steps.trained and not relies and "rollout_log_probs" in data:
+            self._check_counts(step, counts)
+
+    def _metrics_of(self, step: TrainingStep, routing: tuple[int, int]) -> dict[str, float]:
         """Return the metrics of a whole step. Only the first rank has those over all ranks."""
         metrics = step.statistics.metrics(self.get_data_parallel_group(), routing)
         if "mismatch/abs_mean" in metrics:
-            over = self._check_limit(
-                step, metrics["mismatch/abs_mean"], step.statistics.mean_length
-            )
+            length = step.statistics.pairs.mean_length
+            over = self._check_limit(step, metrics["mismatch/abs_mean"], length)
             metrics["mismatch/over_limit"] = float(over)
-        metrics["skipped_steps"] = float(step.skipped)
+        metrics["skipped_steps"] = float(step.updates.skipped)
         chosen = chosen_optimizer(self.optimizer_config)
         for flag, key in chosen.peak_rates.items() if chosen else ():
             for group in self.optimizer.param_groups:
@@ -322,54 +319,53 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         sender = self.adapters or self._outbox
         return metrics | (sender.metrics() if sender else {})
 
-    def _check_limit(
-        self, step: step_measurements.TrainingStep, abs_mean: float, response_length: float
-    ) -> bool:
+    def _check_counts(self, step: TrainingStep, counts: Counts) -> None:
+        self._check_limit(step, counts.mismatch, counts.response_length)
+
+    def _check_limit(self, step: TrainingStep, abs_mean: float, response_length: float) -> bool:
         """Return whether the mismatch is over its limit, and warn if it is. Before the first update, raise instead.
 
         `abs_mean`: mean |trainer's - rollout's log-prob| per token."""
-        warning = check_mismatch(
+        if self.quant is None:
+            limit = StepLimit(BF16_LIMIT, self.limit_level, BF16_SOURCE)
+        else:
+            limit = StepLimit(self.quant.mismatch_limit, self.limit_level)
+        warning = limit.check(
             abs_mean,
-            limit=BF16_LIMIT if self.quant is None else self.quant.mismatch_limit,
-            level=self.limit_level,
-            before_first_update=not self._updated,
             response_length=response_length,
             temperature=step.temperature,
-            source=BF16_SOURCE if self.quant is None else None,
+            before_first_update=not self.steps.trained,
         )
         if warning is not None:
             _log.warning(warning)
         return warning is not None
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-        step = self._step
+        step = self.steps.open_step
         if step is None or forward_only:
             return super().forward_step(micro_batch, loss_function, forward_only)
-        rows = step_measurements.log_prob_rows(micro_batch)
+        rows = log_prob_rows(micro_batch)
         rollout = rows.get("rollout_log_probs", None)
-        if not self._updated:
-            step_measurements.check_first(self, super().forward_step, micro_batch, rows)
-        mine = MicroBatch(
-            rollout, int(max(step.mini_batch.responses, 1)), int(max(step.mini_batch.tokens, 1))
-        )
-        token = MICRO_BATCH.set(mine)
+        check_noise_once(self, super().forward_step, micro_batch, rows)
+        responses = int(max(step.mini_batch.responses, 1))
+        tokens = int(max(step.mini_batch.tokens, 1))
+        of_loss = MicroBatch(rollout, responses, tokens)
+        token = MICRO_BATCH.set(of_loss)
         try:
             loss, output = super().forward_step(micro_batch, loss_function, forward_only)
         finally:
             MICRO_BATCH.reset(token)
-        if mine.statistics:
-            step.statistics.tbpo[-1].append(mine.statistics)
+        if of_loss.statistics:
+            step.statistics.add_objective(of_loss.statistics)
         step.statistics.add_text(micro_batch, vocabulary=len(self.model_config.tokenizer))
         if rollout is not None:
             step.see(output, rows, micro_batch)
         return loss, output
 
     def lr_scheduler_step(self) -> float:
-        return float(
-            self.lr_scheduler.get_last_lr()[0]
-            if self._last_dropped
-            else super().lr_scheduler_step()
-        )
+        if self.steps.last_was_dropped:
+            return float(self.lr_scheduler.get_last_lr()[0])
+        return float(super().lr_scheduler_step())
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)
@@ -425,51 +421,6 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return sharded_wire_tensors(
             self.module, gather, scheme=self.scheme, ignore=self.ignore, device=here
         )
-
-
-def chosen_optimizer(config: Any) -> Optimizer | None:
-    """Return the optimizer that verl's keys under `actor_rollout_ref.actor.optim` name, or None for one of verl's."""
-    module = getattr(config, "optimizer_impl", None)
-    return built_by(f"{module}:{getattr(config, 'optimizer', None)}")
-
-
-def build_optimizer(
-    module: torch.nn.Module, config: Any, optimizer: Optimizer
-) -> torch.optim.Optimizer:
-    """Return `optimizer` for the parameters of an FSDP2 module. verl would pass them without their names, which decide
-    which parameters Muon updates. verl's own code saves, loads and offloads the state.
-
-    `config`: verl's FSDPOptimizerConfig, with the factory's other arguments in `override_optimizer_config`. Raise
-    UserError if a parameter is sharded twice.
-    """
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    for _, parameter in named:
-        shard_axis(parameter)  # raises for placements that the optimizer does not support
-        if parameter.dtype != torch.float32:
-            parameter.register_post_accumulate_grad_hook(_sum_in_fp32)
-    built: torch.optim.Optimizer = optimizer.load()(
-        named,
-        lr=config.lr,
-        betas=tuple(config.betas),
-        weight_decay=config.weight_decay,
-        **(config.override_optimizer_config or {}),
-    )
-    return built
-
-
-@torch.no_grad()
-def _sum_in_fp32(parameter: torch.Tensor) -> None:
-    """Make FSDP2 add up the gradients of BF16 parameters in FP32, as the local backend does.
-
-    FSDP2 rounds the gradient of each micro-batch to BF16 and would also add them up in BF16. Called after each
-    micro-batch, this converts the first one's gradient to FP32, and FSDP2 adds the others to it in place."""
-    if parameter.grad is not None and parameter.grad.dtype != torch.float32:
-        total = parameter.grad.float()
-        parameter.grad = None
-        parameter.grad_dtype = (
-            None  # allows another dtype; moving the model to a device resets this
-        )
-        parameter.grad = total
 
 
 def register() -> None:

@@ -1,7 +1,7 @@
 """verl's synchronous trainer and its sampler (replay buffer).
 
 The trainer, `qarl_sync`, also saves by time and can skip the pass that recomputes the old log-probs. QaRL's configs
-choose it by `trainer.v1.trainer_mode`. `qarl.trainer.old_log_probs` explains when the pass is skipped and what is
+choose it by `trainer.v1.trainer_mode`. `qarl.step.old_log_probs` explains when the pass is skipped and what is
 checked (`actor.old_log_probs`). These methods of verl's trainer are overridden:
 
     on_train_begin, on_step_end   also save if `trainer.save_minutes` have passed (`qarl.verl.checkpoint.Saving`), and
@@ -11,7 +11,7 @@ checked (`actor.old_log_probs`). These methods of verl's trainer are overridden:
                             (`qarl.verl.advantages`)
     _compute_metrics        counts responses that were cut off, not those as long as the longest
                             (`qarl.verl.response_ends`)
-    _update_actor           tells the engine to check the first mini-batch (`qarl.verl.step_measurements`). If it drops
+    _update_actor           tells the engine to check the first mini-batch (`qarl.verl.training_steps`). If it drops
                             the update, this recomputes old log-probs and advantages, and updates again.
     _val_metrics_update   adds QaRL's figures of an evaluation (`qarl.metrics.validation`)
     _save_checkpoint, _load_checkpoint   also write and read the counts of `auto`. Saving also removes the checkpoint
@@ -55,7 +55,7 @@ from qarl.checkpoint.run_folder import RunFolder
 from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
 from qarl.metrics.validation import answers_metrics
-from qarl.trainer.old_log_probs import Skipping, differing_tokens, sample_size
+from qarl.step.old_log_probs import PassSchedule, differing_tokens, drawn, sample_size
 from qarl.verl.advantages import rows_of_equal_rewards
 from qarl.verl.ask_servers import (
     ANSWER_SECONDS,
@@ -88,7 +88,6 @@ class QaRLTrainerSync(PPOTrainerSync):
         config.trainer.v1.trainer_mode = "sync"  # verl also checks for its own trainer's name
         super().__init__(config)
 
-    _started = False
     _relies: str | None = None
     """The value of `RELIES` for the batch of this step."""
 
@@ -101,12 +100,8 @@ class QaRLTrainerSync(PPOTrainerSync):
         return QuantSettings.model_fields[name].default if value is None else value
 
     @functools.cached_property
-    def _mode(self) -> str:
-        return str(self._setting("old_log_probs"))
-
-    @functools.cached_property
-    def _skipping(self) -> Skipping:
-        return Skipping()
+    def _schedule(self) -> PassSchedule:
+        return PassSchedule(str(self._setting("old_log_probs")))
 
     @functools.cached_property
     def _saving(self) -> Saving:
@@ -137,21 +132,17 @@ class QaRLTrainerSync(PPOTrainerSync):
         super().on_step_end()
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        if self._mode == "recompute":
+        schedule = self._schedule
+        if schedule.mode == "recompute":
             return super()._compute_old_log_prob(batch, metrics)
-        skips = self._started and (
-            self._skipping.skips if self._mode == "auto" else self._mode == "rollout"
-        )
-        self._started = True
         self._relies = None
-        metrics |= {"old_log_probs/recomputed": float(not skips), "old_log_probs/fallback": 0.0}
-        metrics["old_log_probs/from_rollout"] = float(skips or self._mode == "rollout")
-        metrics["old_log_probs/checked_frac"] = (
-            1.0 if not skips else self._first_rows() / (len(batch) // self._ranks())
-        )
+        skips = schedule.begin()
+        metrics |= schedule.metrics
         if not skips:
+            metrics["old_log_probs/checked_frac"] = 1.0
             return self._recompute(batch, metrics)
-        if self._mode == "auto" and self._sample_differs(batch, metrics):
+        metrics["old_log_probs/checked_frac"] = self._first_rows() / (len(batch) // self._ranks())
+        if schedule.mode == "auto" and self._sample_differs(batch, metrics):
             return self._fall_back(batch, metrics)
         return self._take_rollouts(batch)
 
@@ -222,24 +213,22 @@ class QaRLTrainerSync(PPOTrainerSync):
 
     def _fall_back(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Recompute all old log-probs, because a check of this step found a difference."""
-        self._skipping.fell_back()
-        metrics |= dict.fromkeys(("old_log_probs/recomputed", "old_log_probs/fallback"), 1.0)
-        metrics |= {"old_log_probs/checked_frac": 1.0, "old_log_probs/from_rollout": 0.0}
+        self._schedule.fell_back()
+        metrics |= self._schedule.metrics | {"old_log_probs/checked_frac": 1.0}
         what = "step %d: the trainer's log-probs differ from the rollout's, so this and the next %d steps recompute"
-        _log.warning(
-            f"{what} them (actor.old_log_probs=auto)", self.global_steps, self._skipping.patience
-        )
+        patience = self._schedule.skipping.patience
+        _log.warning(f"{what} them (actor.old_log_probs=auto)", self.global_steps, patience)
         self._relies = None
         return self._recompute(batch, metrics)
 
     def _recompute(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_old_log_prob(batch, metrics)
-        self._skipping.recomputed(differing_tokens(*self._columns(batch, "old_log_probs")))
-        return self._take_rollouts(batch) if self._mode == "rollout" else batch
+        self._schedule.recomputed(differing_tokens(*self._columns(batch, "old_log_probs")))
+        return self._take_rollouts(batch) if self._schedule.mode == "rollout" else batch
 
     def _take_rollouts(self, batch: Any) -> Any:
         """Set `old_log_probs` of a batch to its `rollout_log_probs`."""
-        self._relies = self._mode
+        self._relies = self._schedule.mode
         data = tq.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=["rollout_log_probs"]
         )
@@ -270,11 +259,9 @@ class QaRLTrainerSync(PPOTrainerSync):
         )  # the same number on each rank
         if not count:
             return False
-        generator = torch.Generator().manual_seed(
-            (self.config.data.get("seed") or 0) * 1_000_003 + self.global_steps
-        )
-        drawn = torch.randperm(len(others), generator=generator)[:count].sort().values.tolist()
-        sample = batch.select_keys([batch.keys[others[i]] for i in drawn])
+        seed = (self.config.data.get("seed") or 0) * 1_000_003 + self.global_steps
+        rows = [others[place] for place in drawn(len(others), count, seed).tolist()]
+        sample = batch.select_keys([batch.keys[row] for row in rows])
         size = math.gcd(
             count // ranks,
             self.config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu or 1,
@@ -287,7 +274,8 @@ class QaRLTrainerSync(PPOTrainerSync):
         sample.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         self.actor_rollout_wg.compute_log_prob(sample)
         metrics["actor/entropy"] = self._entropy(sample)
-        metrics["old_log_probs/find_prob"] = count / len(others)
+        self._schedule.sampled(count, len(others))
+        metrics |= self._schedule.metrics
         metrics["old_log_probs/checked_frac"] += count / len(batch)
         return differing_tokens(*self._columns(sample, "log_probs")) > 0
 
@@ -319,7 +307,7 @@ class QaRLTrainerSync(PPOTrainerSync):
         self._check_run_folder()
         # verl declares the checkpoint complete at the end of its own method.
         folder = self._saving.folder(self.global_steps)
-        write_json(folder / COUNTS, self._skipping.state_dict())
+        write_json(folder / COUNTS, self._schedule.skipping.state_dict())
         super()._save_checkpoint()
         self._saving.saved(folder)
 
@@ -331,7 +319,7 @@ class QaRLTrainerSync(PPOTrainerSync):
             Path(folder or f"{trainer.default_local_dir}/global_step_{self.global_steps}") / COUNTS
         )
         if path.is_file():
-            self._skipping.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+            self._schedule.skipping.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
         return loaded
 
     def _ranks(self) -> int:

@@ -79,13 +79,14 @@ def make_worker(resolved: Any) -> Any:
     """verl's actor worker, with the model and optimizer of `resolved`."""
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
+    from qarl.step.updates import RunState
+
     make: Any = ActorRolloutRefWorker
     worker = make(resolved.actor_rollout_ref, role="actor")
     worker.init_model()
     engine: Any = worker.actor.engine
-    engine.compared = (
-        True  # the probe would compare made-up log-probs with the model's rounding noise
-    )
+    # The probe would compare made-up log-probs with the model's rounding noise.
+    engine.steps.run = RunState.PROBED
     return worker
 
 
@@ -286,7 +287,7 @@ def shown(name: str) -> dict[str, Any]:
         "metrics": actor.metrics,
         "lrs": actor.lrs,
         "counts": [vars(count) for count in counts(actor.trainer)]
-        if hasattr(actor.trainer, "_skipping")
+        if hasattr(actor.trainer, "_schedule")
         else None,
         "said": [text for text in said if "old_log_probs" in text],
     }
@@ -306,7 +307,7 @@ def counts(trainer: Any) -> tuple[Any, Any]:
         patch.setattr(trainer.config.trainer, "default_local_dir", folder)
         QaRLTrainerSync._save_checkpoint(trainer)
         other._load_checkpoint()
-    return trainer._skipping, other._skipping
+    return trainer._schedule.skipping, other._schedule.skipping
 
 
 def main(folder: Path, output: str) -> None:

@@ -23,9 +23,10 @@ from qarl.rollout.engine_config import may_preempt, sampling_params
 from qarl.trainer import prepare
 from qarl.trainer.batch import Batch
 from qarl.trainer.local import LocalTrainer
-from qarl.trainer.mismatch_watch import probe, watch
+from qarl.trainer.mismatch_watch import watch
 from qarl.trainer.policy import Policy
 from qarl.trainer.prepare import prepare_run
+from qarl.trainer.probe import probe
 
 pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
 

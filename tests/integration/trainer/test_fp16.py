@@ -63,7 +63,7 @@ def gradient(trainer: Any, batch: Batch) -> dict[str, torch.Tensor]:
     """The FP32 sums of a mini-batch, divided by the loss scale."""
     with torch.no_grad():
         old = trainer.policy.response_log_probs(batch, slice(0, 4), temperature=1.0)
-    trainer.backward(batch, old, 0, 4)
+    trainer.backward(batch, old, slice(0, 4))
     trainer.optimizer.clip_grad_norm(math.inf)
     return {name: value.clone() for name, value in trainer.optimizer.gradients.items()}
 

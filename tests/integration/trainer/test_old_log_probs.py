@@ -16,9 +16,10 @@ from qarl.objectives.settings import objective_settings
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.rollout.publish.manifest import PublishReport
+from qarl.step.old_log_probs import Skipping, differing_tokens
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer
-from qarl.trainer.old_log_probs import OldLogProbs, Skipping, differing_tokens
+from qarl.trainer.old_log_probs import OldLogProbs
 from qarl.trainer.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
@@ -249,10 +250,10 @@ def test_a_resumed_run_is_as_patient_and_first_recomputes(pristine_model, tmp_pa
     that skipped before the resume recomputes only the first step."""
     keys = ("actor.old_log_probs=auto", "actor.old_log_probs_sample=0")
     trainer, metrics, _ = run(pristine_model, tmp_path, *keys, steps=2, spoil={1: [0]})
-    assert column(metrics, "fallback") == [0, 1] and trainer.source.skipping.patience == 2
+    assert column(metrics, "fallback") == [0, 1] and trainer.source.schedule.skipping.patience == 2
     other = through_checkpoint(trainer, Steps(pristine_model, trainer.config))
-    assert vars(other.source.skipping) == vars(trainer.source.skipping)
+    assert vars(other.source.schedule.skipping) == vars(trainer.source.schedule.skipping)
     assert column([other.train_step() for _ in range(3)], "recomputed") == [1, 1, 0]
     clean = through_checkpoint(other, Steps(pristine_model, trainer.config))
-    assert clean.source.skipping.skips
+    assert clean.source.schedule.skipping.skips
     assert column([clean.train_step() for _ in range(2)], "recomputed") == [1, 0]

@@ -19,12 +19,13 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from qarl.errors import UserError
 from qarl.kernels.cuda import layer_ops
 from qarl.kernels.log_probs import log_probs_of_logits
+from qarl.step.updates import RunState
 from qarl.verl import engine_checks as plugin_checks
 from qarl.verl import fsdp_engine as plugin_engine
 from qarl.verl.config_classes import QuantFSDPEngineConfig
 from qarl.verl.forward import RouterReplay, log_softmax_of_chosen
 from qarl.verl.fsdp_engine import QaRLFSDPEngine, register
-from qarl.verl.step_measurements import TrainingStep
+from qarl.verl.training_steps import ActorSteps, TrainingStep
 
 MODEL = {
     "lora_rank": 0,
@@ -39,6 +40,7 @@ def quantized_engine() -> QaRLFSDPEngine:
     engine = object.__new__(QaRLFSDPEngine)
     engine.quant = QuantFSDPEngineConfig(strategy="fsdp2").quant
     engine.routing = RouterReplay()
+    engine.steps = ActorSteps()
     return engine
 
 
@@ -149,12 +151,13 @@ def test_an_engine_without_graphs_keeps_the_limit_of_linears(monkeypatch, eager,
 
 def test_a_mismatch_after_the_first_update_is_a_warning(caplog):
     engine = quantized_engine()
-    engine.limit_level, engine._updated = "model", True
+    engine.limit_level = "model"
+    engine.steps.run = RunState.TRAINED
     with caplog.at_level("WARNING", logger="qarl.verl"):
         assert not engine._check_limit(TrainingStep(), 1e-4, 50.0)
         assert engine._check_limit(TrainingStep(), 0.02, 50.0)
     assert "mean |δ| between trainer and engine is 0.02" in caplog.text
-    engine._updated = False
+    engine.steps.run = RunState.PROBED
     with pytest.raises(UserError, match="disagree"):
         engine._check_limit(TrainingStep(), float("nan"), 50.0)
 

@@ -121,17 +121,17 @@ def test_statistics_of_a_step_are_those_of_all_its_tokens(monkeypatch):
     text |= {"advantages": ROWS["advantages"][:, None] * mask, "response_mask": mask}
     losses = []
     for part in parts(3):
-        statistics.begin_mini_batch()
+        statistics.mini_batches += 1
         losses.append(call(part))
-        statistics.tbpo[-1].append(losses[-1])
-        statistics.add_tokens(
+        statistics.add_objective(losses[-1])
+        statistics.pairs.add(
             *(ROWS[name][part] for name in ("old_log_prob", "rollout_log_prob", "response_mask"))
         )
         statistics.add_text(
             TensorDict({name: tensor[part] for name, tensor in text.items()}), vocabulary=30
         )
     metrics = statistics.metrics()
-    assert {type(leaf) for leaf in tree_leaves(gathered)} == {float, int}, (
+    assert {type(leaf) for leaf in tree_leaves(gathered)} == {float, int, bool}, (
         "no tensor goes to the first rank"
     )
     expected_text = text_metrics([text_statistics(*text.values(), vocabulary=30)])

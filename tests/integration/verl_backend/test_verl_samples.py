@@ -13,9 +13,9 @@ import torch
 from qarl.report.samples import read_samples
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import make_batch
-from qarl.trainer.mismatch_watch import log_samples as log_local_samples
+from qarl.trainer.mismatch_watch import log_step_samples
 from qarl.trainer.old_log_probs import Measured
-from qarl.verl.step_measurements import SAMPLES_IN, log_samples
+from qarl.verl.step_measurements import SAMPLES_IN, log_mini_batch
 
 PROMPTS, RESPONSES = [[7, 8], [9]], [[1, 2, 3], [4]]
 OLD, ROLLOUT = [[-1.0, -2.25, -3.0], [-0.25]], [[-1.0, -2.0, -3.0], [-0.5]]
@@ -57,10 +57,10 @@ def test_both_backends_write_the_same_samples(
     local: Any = SimpleNamespace(trainer=trainer, run_dir=tmp_path / "local")
     old = torch.tensor([OLD[0], [*OLD[1], 5.0, 5.0]])
     measured = Measured(old, torch.tensor([True, True]))
-    log_local_samples(local, 20, batch, measured, TOKENIZER)
+    log_step_samples(local, 20, batch, measured, TOKENIZER)
     (tmp_path / "verl").mkdir()
     monkeypatch.setenv(SAMPLES_IN, str(tmp_path / "verl"))
-    log_samples(engine(19), mini_batch())
+    log_mini_batch(engine(19), mini_batch())
     mine, theirs = read_samples(tmp_path / "local"), read_samples(tmp_path / "verl")
     assert len(mine) == 2 and theirs == [sample | {"finish_reason": None} for sample in mine]
 
@@ -68,21 +68,21 @@ def test_both_backends_write_the_same_samples(
 def test_who_writes_and_when(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log_samples(engine(19), mini_batch())
+    log_mini_batch(engine(19), mini_batch())
     monkeypatch.setenv(SAMPLES_IN, str(tmp_path / "on another machine"))
-    log_samples(engine(19), mini_batch())
+    log_mini_batch(engine(19), mini_batch())
     monkeypatch.setenv(SAMPLES_IN, str(tmp_path))
-    log_samples(engine(19, rank=1), mini_batch())
-    log_samples(engine(20), mini_batch())
+    log_mini_batch(engine(19, rank=1), mini_batch())
+    log_mini_batch(engine(20), mini_batch())
     assert list(tmp_path.iterdir()) == []
     data = mini_batch()
     del data["rollout_log_probs"]
     with caplog.at_level(logging.WARNING):
-        log_samples(engine(19), data)
+        log_mini_batch(engine(19), data)
     assert (
         "the samples of step 20 were not written" in caplog.text and list(tmp_path.iterdir()) == []
     )
-    log_samples(
+    log_mini_batch(
         engine(32), mini_batch(response_mask=[[1, 0, 1], [1]])
     )  # a token that is not trained has no δ
     written = read_samples(tmp_path)

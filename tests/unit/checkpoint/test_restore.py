@@ -23,6 +23,7 @@ from qarl.checks.model_folder import load_tokenizer
 from qarl.data.prompts import Prompt, PromptSampler
 from qarl.errors import UserError
 from qarl.metrics.tracker import Tracker
+from qarl.step.old_log_probs import Skipping
 from qarl.trainer.checkpoints import (
     Checkpoints,
     forward_weights,
@@ -32,7 +33,6 @@ from qarl.trainer.checkpoints import (
     training_state,
 )
 from qarl.trainer.master_optimizer import MasterOptimizer
-from qarl.trainer.old_log_probs import Skipping
 from qarl.trainer.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
@@ -56,7 +56,7 @@ def make_trainer(folder: Path, output: Path, **changes: Any) -> Any:
         optimizer=optimizer,
         parts=parts,
         engine=SimpleNamespace(weight_version=3),
-        source=SimpleNamespace(skipping=Skipping()),
+        source=SimpleNamespace(schedule=SimpleNamespace(skipping=Skipping())),
         step=0,
         tokenizer=load_tokenizer(str(folder))[0],
     )

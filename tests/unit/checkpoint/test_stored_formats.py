@@ -19,10 +19,10 @@ from qarl.checkpoint.read_weights import open_source, read_all
 from qarl.checks.check import RunInputs
 from qarl.config import Config, load_config
 from qarl.errors import UserError
+from qarl.step.old_log_probs import Skipping
 from qarl.trainer.checkpoints import differing_tensors, restore
 from qarl.trainer.input_changes import NOT_RECORDED
 from qarl.trainer.master_optimizer import MasterOptimizer
-from qarl.trainer.old_log_probs import Skipping
 from qarl.trainer.policy import Policy
 from qarl.trainer.resume import find_start
 from qarl.verl.checkpoint import find_verl_start
@@ -49,7 +49,7 @@ def idle_trainer(config: Config, inputs: RunInputs) -> Any:
             policy.model.named_parameters(), config.optim, seed=0, total_training_steps=2
         ),
         parts=SimpleNamespace(train_prompts=inputs.train_prompts, sampler=inputs.sampler),
-        source=SimpleNamespace(skipping=Skipping()),
+        source=SimpleNamespace(schedule=SimpleNamespace(skipping=Skipping())),
         tokenizer=inputs.tokenizer,
         step=0,
     )

@@ -318,7 +318,7 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
     """δ and tokens belong together, padding is left out, and the settings decide whether anything is written."""
     from qarl.rollout.engine import RolloutBatch
     from qarl.trainer.batch import make_batch
-    from qarl.trainer.mismatch_watch import log_samples
+    from qarl.trainer.mismatch_watch import log_step_samples
     from qarl.trainer.old_log_probs import Measured
 
     rollout = RolloutBatch(
@@ -337,7 +337,7 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
     ) -> list[dict[str, Any]]:
         trainer = SimpleNamespace(report=report, total_training_steps=33)
         measured = Measured(old, torch.tensor(known))
-        log_samples(
+        log_step_samples(
             SimpleNamespace(trainer=trainer, run_dir=tmp_path), step, batch, measured, tokenizer
         )  # type: ignore[arg-type]  # a stand-in
         return read_samples(tmp_path)

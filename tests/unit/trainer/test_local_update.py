@@ -70,7 +70,7 @@ def test_a_mini_batch_is_divided_by_its_own_responses(tmp_path, monkeypatch):
     )
     old = torch.full_like(batch.rollout_log_probs, -4.0)
     for start in (0, 2):
-        trainer.backward(batch, old, start, start + 2)
+        trainer.backward(batch, old, slice(start, start + 2))
     assert wholes == [{"responses": 2, "tokens": 5}] * 2 + [{"responses": 1, "tokens": 1}] * 2
 
 

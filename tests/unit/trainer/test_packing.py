@@ -98,7 +98,7 @@ def update(
 ) -> tuple[float, list, dict]:
     """The loss of one mini-batch, TBPO's statistics of its micro-batches, and its FP32 gradients."""
     trainer = updating_trainer(config(tmp_path, "actor.seq_clip_ratio_high=9", *keys), policy)
-    statistics, _ = trainer.backward(batch, old, 0, len(batch))
+    statistics, _ = trainer.backward(batch, old, slice(0, len(batch)))
     return sum(values["sum/loss"] for values in statistics), statistics, trainer.optimizer.gradients
 
 

@@ -21,7 +21,9 @@ _LOOKED_AT = 256
 """Number of chats that are rendered to see whether a template that mentions the date writes it."""
 
 
-def written_dates(tokenizer: Any, messages: Iterable[Sequence[Mapping[str, str]]]) -> dict[str, str]:
+def written_dates(
+    tokenizer: Any, messages: Iterable[Sequence[Mapping[str, str]]]
+) -> dict[str, str]:
     """Return the dates that the template writes into the first of `messages` (each is one chat) now, by their format.
 
     The result is like {"%d %b %Y": "29 Nov 2026"}. It is empty if the template writes none, and if it cannot be
@@ -46,7 +48,11 @@ def undated_digest(tokenizer: Any, prompts: Iterable[Prompt]) -> str:
     """Return the SHA-256 of the text of all prompts, rendered as on a fixed day."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(_rendered(tokenizer, prompt.messages, _FIXED_DAY.strftime).encode(errors="surrogatepass"))
+        digest.update(
+            _rendered(tokenizer, prompt.messages, _FIXED_DAY.strftime).encode(
+                errors="surrogatepass"
+            )
+        )
         digest.update(b"\0")
     return digest.hexdigest()
 
@@ -62,6 +68,8 @@ def _source(tokenizer: Any) -> str:
     return "".join(template.values()) if isinstance(template, dict) else template or ""
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], today: Callable[[str], str]) -> str:
+def _rendered(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], today: Callable[[str], str]
+) -> str:
     options = {"add_generation_prompt": True, "tokenize": False, _FUNCTION: today}
     return str(tokenizer.apply_chat_template([dict(message) for message in messages], **options))

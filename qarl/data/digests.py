@@ -86,5 +86,9 @@ def _canonical(value: Any) -> str:
         entries = sorted((repr(key), _canonical(entry)) for key, entry in value.items())
         return "{" + ",".join(f"{key}:{entry}" for key, entry in entries) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return repr(value) if all(type(entry) is int for entry in value) else f"[{','.join(map(_canonical, value))}]"
+        return (
+            repr(value)
+            if all(type(entry) is int for entry in value)
+            else f"[{','.join(map(_canonical, value))}]"
+        )
     return repr(value)

@@ -45,12 +45,16 @@ class Judged:
         return 2 * len(self.wrong) > self.count
 
 
-def judge(reward: Reward, prompts: Sequence[Prompt], *, timeout_s: float | None, seconds: float = SECONDS) -> Judged:
+def judge(
+    reward: Reward, prompts: Sequence[Prompt], *, timeout_s: float | None, seconds: float = SECONDS
+) -> Judged:
     """Return which of the first `ROWS` ground truths the `reward` accepts as answers.
 
     `timeout_s`: time limit per response. `seconds`: after this time no further rows are judged. Raise UserError as
     `score_responses` does."""
-    rows = [prompt for prompt in prompts[:ROWS] if isinstance(prompt.ground_truth, str | int | float)]
+    rows = [
+        prompt for prompt in prompts[:ROWS] if isinstance(prompt.ground_truth, str | int | float)
+    ]
     judged = Judged()
     forms = list(FORMS)
     end = time.monotonic() + seconds
@@ -79,7 +83,9 @@ def _wrong(
         if time.monotonic() >= end:
             return None
         rows = [prompt for prompt, _ in left]
-        scores = score_responses(reward, rows, [as_answer(row, form) for row in rows], timeout_s=timeout_s)
+        scores = score_responses(
+            reward, rows, [as_answer(row, form) for row in rows], timeout_s=timeout_s
+        )
         wrong = [row for row, score in zip(left, scores, strict=True) if score <= row[1]]
         if len(wrong) < len(left):
             forms.remove(form)
@@ -100,7 +106,10 @@ def refusal(judged: Judged, function: str, where: str) -> UserError | None:
     `function`: `reward.function`. `where`: the key of the data files."""
     if not judged.mostly_wrong:
         return None
-    examples = (f"row {prompt.index}: {shortened(prompt.ground_truth, 80)}" for prompt in judged.wrong[:_EXAMPLES])
+    examples = (
+        f"row {prompt.index}: {shortened(prompt.ground_truth, 80)}"
+        for prompt in judged.wrong[:_EXAMPLES]
+    )
     advice = _FIXES.get(function, "correct them, or the function")
     return UserError(
         f"{len(judged.wrong)} of {judged.count} ground truths are no right answers for reward.function={function} "

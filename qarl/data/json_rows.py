@@ -21,7 +21,12 @@ from qarl.errors import UserError
 _SHOWN = 60
 _LINES = 'write one JSON object per line, {"data_source": ..., "prompt": [...], ...}, for example with json.dumps'
 _ENCODINGS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
-_FORMATS = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"PAR1": "Parquet", b"\x28\xb5\x2f\xfd": "zstd"}
+_FORMATS = {
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"PAR1": "Parquet",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
 """First bytes of files that often have the wrong ending."""
 
 
@@ -97,7 +102,10 @@ def _parsed(path: Path, data: bytes, line: int) -> Any:
             why = "it contains NUL bytes, as a file has whose writing was interrupted"
         fix = "the file seems to be truncated; write or copy it again" if truncated else _LINES
         raise cannot_read(path, why, fix, line=line + error.lineno - 1) from error
-    except (ValueError, RecursionError) as error:  # a key that stands twice, too many digits, too deeply nested
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a key that stands twice, too many digits, too deeply nested
         raise cannot_read(path, str(error), "correct the row", line=line) from error
 
 
@@ -106,7 +114,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} stands twice in an object, so one of its values would be lost")
+        raise ValueError(
+            f"the key {twice!r} stands twice in an object, so one of its values would be lost"
+        )
     return values
 
 

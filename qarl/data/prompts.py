@@ -95,7 +95,9 @@ def load_prompts(
     return PromptDataset(prompts, num_filtered=len(overlong), columns=columns)
 
 
-def _too_long(overlong: Sequence[tuple[str, int]], fitting: int, limit: int, filtered: bool) -> UserError:
+def _too_long(
+    overlong: Sequence[tuple[str, int]], fitting: int, limit: int, filtered: bool
+) -> UserError:
     """Return the error about prompts that are too long. `overlong`: place and tokens of each. `filtered`: whether such
     prompts are left out, so that no prompt remains."""
     longest = max(length for _, length in overlong)
@@ -115,7 +117,9 @@ def _read(file: str, prompt_key: str) -> Sequence[Mapping[str, Any]]:
     """Return the rows of a file. Raise UserError if it cannot be read, is empty or lacks a column."""
     rows = read_rows(file)
     columns = list(rows[0])
-    missing = [column for column in ("data_source", prompt_key, "reward_model") if column not in columns]
+    missing = [
+        column for column in ("data_source", prompt_key, "reward_model") if column not in columns
+    ]
     if missing:
         raise UserError(
             f"missing column{'s' if len(missing) > 1 else ''} {', '.join(missing)}",
@@ -152,7 +156,11 @@ class _Row(BaseModel):
 
 
 def _to_prompt(
-    row: Mapping[str, Any], index: int, where: str, tokenizer: PreTrainedTokenizerBase, prompt_key: str
+    row: Mapping[str, Any],
+    index: int,
+    where: str,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_key: str,
 ) -> Prompt:
     try:
         checked = _Row.model_validate({**row, "prompt": row[prompt_key]})
@@ -200,7 +208,9 @@ def _to_prompt(
         )
     truth = checked.reward_model.ground_truth
     extra = checked.extra_info or {}
-    return Prompt(index, checked.data_source, messages, list(token_ids), truth, extra, checked.samples)
+    return Prompt(
+        index, checked.data_source, messages, list(token_ids), truth, extra, checked.samples
+    )
 
 
 def check_disjoint(train: Sequence[Prompt], val: Sequence[Prompt]) -> int:
@@ -209,7 +219,9 @@ def check_disjoint(train: Sequence[Prompt], val: Sequence[Prompt]) -> int:
     return sum(tuple(prompt.prompt_token_ids) in seen for prompt in val)
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, max_unused: int = 0) -> int:
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, max_unused: int = 0
+) -> int:
     """Return the number of extra token ids: those that the model has but the tokenizer lacks.
 
     `vocab_size`: number of the model's ids. verl masks extra ids in vLLM but not in its trainer. So the more
@@ -239,7 +251,9 @@ class PromptSampler(Iterator[list[int]]):
     UserError if `batch_size` is below 1 or above `num_prompts`.
     """
 
-    def __init__(self, num_prompts: int, batch_size: int, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self, num_prompts: int, batch_size: int, seed: int = 0, shuffle: bool = True
+    ) -> None:
         if not 1 <= batch_size <= num_prompts:
             raise UserError(
                 f"cannot draw batches of {batch_size} from {num_prompts} prompts",

@@ -65,7 +65,9 @@ def outcome_of(result: Any) -> Outcome:
         return ASYNC
     score: Any = result.get("score") if isinstance(result, Mapping) else result
     if not _is_number(score):
-        why = "a reward must be a finite number that FP32 can hold, or a dict with one under 'score'"
+        why = (
+            "a reward must be a finite number that FP32 can hold, or a dict with one under 'score'"
+        )
         fix = "make it return a number for every response, even an empty or garbled one"
         return Refused(f"returned {shortened(result)}", why, fix)
     if not isinstance(result, Mapping):
@@ -86,7 +88,9 @@ def raised(error: BaseException) -> Refused:
     except Exception:  # the user's class
         message = "its message cannot be shown"
     place = _place(error.__traceback__)
-    return Refused(f"raised {type(error).__name__}", f"{message[:LONGEST_MESSAGE]}{place}", EVERY_RESPONSE)
+    return Refused(
+        f"raised {type(error).__name__}", f"{message[:LONGEST_MESSAGE]}{place}", EVERY_RESPONSE
+    )
 
 
 def _place(trace: TracebackType | None) -> str:
@@ -94,7 +98,11 @@ def _place(trace: TracebackType | None) -> str:
     frames = [frame for frame in traceback.extract_tb(trace) if frame.filename != __file__]
     if not frames:
         return ""
-    own = [frame for frame in frames if "site-packages" not in frame.filename and not _of_python(frame.filename)]
+    own = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame.filename and not _of_python(frame.filename)
+    ]
     last = (own or frames)[-1]
     inner = frames[-1]
     text = f" (at {last.filename}, line {last.lineno}, in {last.name}: {last.line}"

@@ -92,7 +92,9 @@ def load(spec: str) -> tuple[dict[str, Any], Any]:
     from qarl.errors import UserError
 
     source = spec.rpartition(":")[0]
-    if source.endswith(".py"):  # as for a script, whose neighbours can be imported; last, so that they hide nothing
+    if source.endswith(
+        ".py"
+    ):  # as for a script, whose neighbours can be imported; last, so that they hide nothing
         sys.path.append(str(Path(source).resolve().parent))
     try:
         function = get_reward_fn(spec)

@@ -145,7 +145,9 @@ class WorkerReward:
             raise
         return worker
 
-    def _ask(self, threads: ThreadPoolExecutor, arguments: Mapping[str, Any], timeout_s: float | None) -> Outcome:
+    def _ask(
+        self, threads: ThreadPoolExecutor, arguments: Mapping[str, Any], timeout_s: float | None
+    ) -> Outcome:
         for _ in range(STARTS):
             if threads is not self._threads:
                 raise CancelledError
@@ -163,7 +165,9 @@ class WorkerReward:
             else:
                 self._idle.append(worker)
             return outcome
-        return Refused("cannot be called", f"its worker process ended {STARTS} times before a call", _MEMORY)
+        return Refused(
+            "cannot be called", f"its worker process ended {STARTS} times before a call", _MEMORY
+        )
 
     def _discard(self, worker: Worker) -> None:
         worker.end()
@@ -188,7 +192,13 @@ class Worker:
         self.ended = False
         self._spec: str = setup["function"]
         self._connection, theirs = Pipe()
-        program = [sys.executable, "-P", reward_process.__file__, str(theirs.fileno()), str(os.getpid())]
+        program = [
+            sys.executable,
+            "-P",
+            reward_process.__file__,
+            str(theirs.fileno()),
+            str(os.getpid()),
+        ]
         with theirs:
             self._process = subprocess.Popen(
                 program,
@@ -197,7 +207,9 @@ class Worker:
                 start_new_session=True,  # a group of its own: to end it as a whole, and to keep Ctrl-C away from it
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
-        root = str(Path(__file__).parents[2])  # of the package itself, which may be in no folder of sys.path
+        root = str(
+            Path(__file__).parents[2]
+        )  # of the package itself, which may be in no folder of sys.path
         self._setup = {**setup, "path": [*sys.path, root, setup["folder"]]}
 
     def load(self) -> str:
@@ -223,7 +235,11 @@ class Worker:
         except (EOFError, OSError):
             raise _EndedIdleError from None
         except _UNSENDABLE as error:
-            return Refused("cannot be called", f"its arguments cannot be sent to its process: {error}", _PLAIN_DATA)
+            return Refused(
+                "cannot be called",
+                f"its arguments cannot be sent to its process: {error}",
+                _PLAIN_DATA,
+            )
         assert started == reward_process.STARTED
         try:
             if self._wait(timeout_s):

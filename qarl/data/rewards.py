@@ -29,7 +29,9 @@ from qarl.errors import UserError
 RewardFn = Callable[..., Any]
 
 
-def arithmetic(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+def arithmetic(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float:
     """Return 1.0 if the last number of the response is that of `ground_truth`, else 0.0.
 
     Both are read as people write them (`qarl.data.answer_forms`): 72, 072, 72.0, $72 and 1,000 are numbers, and the
@@ -39,7 +41,9 @@ def arithmetic(data_source: str, solution_str: str, ground_truth: Any, extra_inf
     return float(truth is not None and last_number(solution_str) == truth)
 
 
-def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+def math_verify(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float:
     """Return 1.0 if an answer in the response (LaTeX, boxed or plain) equals `ground_truth` mathematically, else 0.0.
 
     The ground truth may also be a solution that ends in "#### 72", or boxed. An answer in words counts, too, if it has
@@ -58,9 +62,15 @@ def math_verify_within(seconds: int, solution_str: str, ground_truth: str) -> fl
     truth = stated_truth(ground_truth)
     if states(solution_str, truth):
         return 1.0
-    golds = parse(f"\\boxed{{{as_latex(truth)}}}", (LatexExtractionConfig(),), parsing_timeout=seconds)
-    answers = parse(solution_str, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=seconds)
-    return float(any(verify(gold, answer, timeout_seconds=seconds) for gold in golds for answer in answers))
+    golds = parse(
+        f"\\boxed{{{as_latex(truth)}}}", (LatexExtractionConfig(),), parsing_timeout=seconds
+    )
+    answers = parse(
+        solution_str, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=seconds
+    )
+    return float(
+        any(verify(gold, answer, timeout_seconds=seconds) for gold in golds for answer in answers)
+    )
 
 
 BUILTIN: dict[str, RewardFn] = {"arithmetic": arithmetic, "math_verify": math_verify}
@@ -88,7 +98,11 @@ def get_reward_fn(spec: str) -> RewardFn:
         what = f"the reward function {name} {ASYNC.what}"
         raise UserError(what, where=f"reward.function={spec}", why=ASYNC.why, fix=ASYNC.fix)
     if not callable(fn):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
+        functions = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and key[0] != "_"
+        ]
         raise UserError(
             f"{source} has no function {name!r}",
             where=f"reward.function={spec}",

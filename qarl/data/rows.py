@@ -53,7 +53,9 @@ def read_rows(file: str) -> Sequence[Mapping[str, Any]]:
     except OSError as error:
         raise _unreadable(path, error) from error
     if not len(rows):
-        raise UserError("the data file has no rows", where=file, fix="write at least one prompt to it")
+        raise UserError(
+            "the data file has no rows", where=file, fix="write at least one prompt to it"
+        )
     return rows
 
 
@@ -77,7 +79,9 @@ def _read_parquet(path: Path) -> Sequence[Mapping[str, Any]]:
     _check_whole(path)
     try:
         table = pyarrow.parquet.ParquetFile(path).read()
-        table.validate(full=True)  # so that no row raises later, for example for text that is not UTF-8
+        table.validate(
+            full=True
+        )  # so that no row raises later, for example for text that is not UTF-8
         return datasets.Dataset(table)
     except Exception as error:  # pyarrow raises its own errors and OSError for damaged pages
         cause = error.__cause__ or error
@@ -93,9 +97,13 @@ def _check_whole(path: Path) -> None:
         stream.seek(max(0, path.stat().st_size - 4))
         end = stream.read(4)
     if not start:
-        raise UserError("the data file has no rows", where=str(path), why="it is empty", fix="write it again")
+        raise UserError(
+            "the data file has no rows", where=str(path), why="it is empty", fix="write it again"
+        )
     if start != _MAGIC:
         why = f"a Parquet file begins with {_MAGIC!r}, this one with {start!r}"
         raise cannot_read(path, why, "give the file its right ending, or convert it")
     if end != _MAGIC:
-        raise cannot_read(path, "its end is missing", "the file seems to be truncated; write or copy it again")
+        raise cannot_read(
+            path, "its end is missing", "the file seems to be truncated; write or copy it again"
+        )

@@ -14,6 +14,10 @@ CHAT_TEMPLATE = (
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token a word: `user one two` and the generation prompt are 4 tokens."""
     words = ["[UNK]", "user", "assistant", "one", "two", "three"]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", chat_template=CHAT_TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="[UNK]", chat_template=CHAT_TEMPLATE
+    )

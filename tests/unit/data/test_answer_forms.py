@@ -40,7 +40,20 @@ NUMBERS = {  # ground truth: right responses
     "42 ": ("42",),
 }
 NO_NUMBERS = {  # ground truth: wrong responses
-    "72": ("7", "720", "72.5", "-72", "172", "72,000", "1,072", "7 2", "70+2", "0.72", ".72", "72e1x5"),
+    "72": (
+        "7",
+        "720",
+        "72.5",
+        "-72",
+        "172",
+        "72,000",
+        "1,072",
+        "7 2",
+        "70+2",
+        "0.72",
+        ".72",
+        "72e1x5",
+    ),
     "1000": ("1,00", "1,0000", "1, 000", "1.000", "1000,5", "-1,000", "-$1,000"),
     "000": ("1,000",),
     "5": (".5", "0.5", "x = -5", "-$5"),
@@ -67,7 +80,8 @@ def test_other_numbers(truth: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("truth", "said"), [(72, "72"), (72.0, "72"), (-5, "-5"), (0.5, "0.5"), (10**30, "1" + "0" * 30)]
+    ("truth", "said"),
+    [(72, "72"), (72.0, "72"), (-5, "-5"), (0.5, "0.5"), (10**30, "1" + "0" * 30)],
 )
 def test_ground_truths_that_are_numbers(truth: float, said: str) -> None:
     assert arithmetic("sums", said, truth) == 1.0 and arithmetic("sums", said + "1", truth) == 0.0

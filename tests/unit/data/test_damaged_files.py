@@ -12,13 +12,17 @@ from qarl.errors import UserError
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_file_is_read_or_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+def test_a_file_is_read_or_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str
+) -> None:
     file, write, words = DAMAGED[name]
     write(tmp_path / file)
     path = str(tmp_path / file)
     if words is None:
         prompts = load_prompts(path, tokenizer=tokenizer, max_prompt_length=64)
-        assert [prompt.ground_truth for prompt in prompts] == [item["reward_model"]["ground_truth"] for item in ROWS]
+        assert [prompt.ground_truth for prompt in prompts] == [
+            item["reward_model"]["ground_truth"] for item in ROWS
+        ]
         return
     with pytest.raises(UserError) as refusal:
         load_prompts(path, tokenizer=tokenizer, max_prompt_length=64)
@@ -28,7 +32,9 @@ def test_a_file_is_read_or_refused(tmp_path: Path, tokenizer: PreTrainedTokenize
     assert len(text) < 1500
 
 
-def test_a_folder_that_may_not_be_entered(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch) -> None:
+def test_a_folder_that_may_not_be_entered(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch
+) -> None:
     def denied(self: Path, *_: object, **__: object) -> os.stat_result:
         raise PermissionError(13, "Permission denied", str(self))
 
@@ -43,13 +49,17 @@ def test_no_chat_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) ->
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="no chat template") as refusal:
         load_prompts(str(tmp_path / "x.jsonl"), tokenizer=tokenizer, max_prompt_length=64)
-    assert "messages" not in str(refusal.value.fix) and "chat_template.jinja" in str(refusal.value.fix)
+    assert "messages" not in str(refusal.value.fix) and "chat_template.jinja" in str(
+        refusal.value.fix
+    )
 
 
 def test_no_prompt_is_left(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     _, write, _ = DAMAGED["plain"]
     write(tmp_path / "x.jsonl")
     options = {"tokenizer": tokenizer, "max_prompt_length": 1, "filter_overlong_prompts": True}
-    with pytest.raises(UserError, match=r"(?s)no prompt is left.*leaves out all 2.*max_prompt_length=5") as refusal:
+    with pytest.raises(
+        UserError, match=r"(?s)no prompt is left.*leaves out all 2.*max_prompt_length=5"
+    ) as refusal:
         load_prompts(str(tmp_path / "x.jsonl"), **options)
     assert "filter_overlong_prompts" not in str(refusal.value.fix)

@@ -30,13 +30,20 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def load(files: str | list[str], tokenizer: PreTrainedTokenizerFast, **changes: Any) -> PromptDataset:
+def load(
+    files: str | list[str], tokenizer: PreTrainedTokenizerFast, **changes: Any
+) -> PromptDataset:
     return load_prompts(files, tokenizer=tokenizer, **({"max_prompt_length": 8} | changes))
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
-def test_rows_become_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, suffix: str) -> None:
-    files = [write(tmp_path / f"train{suffix}", [row("one")]), write(tmp_path / "more.jsonl", [row("two three")])]
+def test_rows_become_prompts(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, suffix: str
+) -> None:
+    files = [
+        write(tmp_path / f"train{suffix}", [row("one")]),
+        write(tmp_path / "more.jsonl", [row("two three")]),
+    ]
     prompts = load(files, tokenizer)
     assert [prompt.prompt_token_ids for prompt in prompts] == [[1, 3, 2], [1, 4, 5, 2]]
     assert [prompt.index for prompt in prompts] == [0, 1]
@@ -45,7 +52,9 @@ def test_rows_become_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast,
     assert prompts[1].extra_info == {"split": "train", "index": 0}
 
 
-def test_another_prompt_key_and_no_extra_info(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_another_prompt_key_and_no_extra_info(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     item = row("two")
     item["question"] = item.pop("prompt")
     del item["extra_info"]
@@ -54,10 +63,15 @@ def test_another_prompt_key_and_no_extra_info(tmp_path: Path, tokenizer: PreTrai
     assert prompts[0].extra_info == {}
 
 
-def test_overlong_prompts_are_an_error_or_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_overlong_prompts_are_an_error_or_left_out(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     rows = [row("one"), row("one two three"), row("two"), row("one two three one")]
     file = write(tmp_path / "train.parquet", rows)
-    with pytest.raises(UserError, match=r"(?s)5 tokens.*row 1.*2 of 4.*max_prompt_length=6.*filter_overlong_prompts"):
+    with pytest.raises(
+        UserError,
+        match=r"(?s)5 tokens.*row 1.*2 of 4.*max_prompt_length=6.*filter_overlong_prompts",
+    ):
         load(file, tokenizer, max_prompt_length=4)
     assert len(load(file, tokenizer, max_prompt_length=6)) == 4
 
@@ -72,13 +86,18 @@ def test_overlong_prompts_are_an_error_or_left_out(tmp_path: Path, tokenizer: Pr
         (row(prompt="one"), "prompt of a row is 'one'"),
         (row(prompt=[{"role": "user"}]), "prompt.0.content"),
         (row(prompt=[{"role": "tool", "content": "one"}]), "no tools here"),
-        (row(prompt=[{"role": "user", "content": "one"}, {"role": "assistant", "content": "2"}]), "assistant"),
+        (
+            row(prompt=[{"role": "user", "content": "one"}, {"role": "assistant", "content": "2"}]),
+            "assistant",
+        ),
         (row(reward_model={"style": "rule", "ground_truth": None}), "reward_model.ground_truth"),
         (row(data_source=None), "data_source"),
         (row(extra_info="x"), "extra_info"),
     ],
 )
-def test_a_bad_row_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, item: dict, part: str) -> None:
+def test_a_bad_row_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, item: dict, part: str
+) -> None:
     file = write(tmp_path / "train.jsonl", [item])
     with pytest.raises(UserError, match=rf"(?s)(?=.*train\.jsonl, row 0).*{part}"):
         load(file, tokenizer)
@@ -113,7 +132,9 @@ def test_no_column(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     assert "the file has: data_source, prompt, extra_info" in str(error.value)
 
 
-def test_check_disjoint_counts_shared_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_check_disjoint_counts_shared_prompts(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     train = load(write(tmp_path / "train.parquet", [row("one"), row("two")]), tokenizer)
     val = load(write(tmp_path / "val.parquet", [row("two"), row("three"), row("two")]), tokenizer)
     assert check_disjoint(train, val) == 2
@@ -130,7 +151,11 @@ def test_an_epoch_visits_each_prompt_once() -> None:
 def test_the_order() -> None:
     assert list(itertools.islice(PromptSampler(5, 2, shuffle=False), 3)) == [[0, 1], [2, 3], [0, 1]]
     # Pinned: resumed runs of another process or Python must go on in the same order.
-    assert next(PromptSampler(50, 5, seed=3)) == [8, 24, 49, 34, 21] != next(PromptSampler(50, 5, seed=4))
+    assert (
+        next(PromptSampler(50, 5, seed=3))
+        == [8, 24, 49, 34, 21]
+        != next(PromptSampler(50, 5, seed=4))
+    )
 
 
 def test_a_restored_sampler_goes_on() -> None:

@@ -36,9 +36,28 @@ REWARDS = {**BUILTIN, "last_word": last_word} | {
     function.__name__: function for function in (tagged, shorter, within_markers, passes_tests)
 }
 CASES = (  # reward, ground truths, how many are no right answers
-    ("arithmetic", ["72", "1,000", 5, 7.0, "so 8*9 = 72\n#### 72", "\\boxed{5}", "$1,000", "-3"], 0),
+    (
+        "arithmetic",
+        ["72", "1,000", 5, 7.0, "so 8*9 = 72\n#### 72", "\\boxed{5}", "$1,000", "-3"],
+        0,
+    ),
     ("arithmetic", ["72 apples", "A", "1/2", "x=5", "5-3", "2024-01-01", "", "True"], 8),
-    ("math_verify", ["72", "1,000", "A", "(A)", "\\frac{1}{2}", "[1,2]", "so\n#### 72", "x=5", "72%", "\\text{B}"], 0),
+    (
+        "math_verify",
+        [
+            "72",
+            "1,000",
+            "A",
+            "(A)",
+            "\\frac{1}{2}",
+            "[1,2]",
+            "so\n#### 72",
+            "x=5",
+            "72%",
+            "\\text{B}",
+        ],
+        0,
+    ),
     ("math_verify", ["", "  ", "72"], 2),
     ("last_word", ["abc", "sorted"], 0),
     ("last_word", ["two words", "words"], 1),
@@ -51,7 +70,10 @@ CASES = (  # reward, ground truths, how many are no right answers
 
 
 def prompts(truths: list[Any]) -> list[Prompt]:
-    return [Prompt(i, "test", [{"role": "user", "content": "?"}], [1], truth) for i, truth in enumerate(truths)]
+    return [
+        Prompt(i, "test", [{"role": "user", "content": "?"}], [1], truth)
+        for i, truth in enumerate(truths)
+    ]
 
 
 @pytest.mark.parametrize(("name", "truths", "wrong"), CASES, ids=lambda value: str(value)[:30])
@@ -64,12 +86,18 @@ def test_ground_truths_as_answers(name: str, truths: list[Any], wrong: int) -> N
 @pytest.mark.parametrize(("wrong", "refused"), [(0, False), (4, False), (5, True), (8, True)])
 def test_fewer_than_half(wrong: int, refused: bool) -> None:
     truths = ["no number"] * wrong + ["72"] * (8 - wrong)
-    judged = judge(InProcessReward("arithmetic", BUILTIN["arithmetic"]), prompts(truths), timeout_s=None)
+    judged = judge(
+        InProcessReward("arithmetic", BUILTIN["arithmetic"]), prompts(truths), timeout_s=None
+    )
     error = refusal(judged, "arithmetic", "data.train_files")
     assert (error is not None) == refused
     if error is not None:
         text = str(error)
-        assert f"{wrong} of 8 ground truths" in text and text.count("'no number'") == 3 and "row 2" in text
+        assert (
+            f"{wrong} of 8 ground truths" in text
+            and text.count("'no number'") == 3
+            and "row 2" in text
+        )
         assert "data.train_files" in text and "reward.check_ground_truths=false" in text
 
 
@@ -80,13 +108,19 @@ def test_only_the_first_rows_and_few_calls() -> None:
         asked.append(solution_str)
         return float(solution_str.startswith("Answer: "))
 
-    judged = judge(InProcessReward("asking", asking), prompts([str(i) for i in range(200)]), timeout_s=None)
+    judged = judge(
+        InProcessReward("asking", asking), prompts([str(i) for i in range(200)]), timeout_s=None
+    )
     assert (judged.count, judged.wrong) == (ROWS, [])
-    assert len(asked) == 2 * ROWS + 8 * (len(FORMS) - 1), "the form that was right is tried first from then on"
+    assert len(asked) == 2 * ROWS + 8 * (len(FORMS) - 1), (
+        "the form that was right is tried first from then on"
+    )
 
 
 @pytest.mark.parametrize(("seconds", "count"), [(0, 0), (40, 0), (60, 8), (120, 16)])
-def test_a_slow_function_is_asked_for_a_part(monkeypatch: pytest.MonkeyPatch, seconds: int, count: int) -> None:
+def test_a_slow_function_is_asked_for_a_part(
+    monkeypatch: pytest.MonkeyPatch, seconds: int, count: int
+) -> None:
     """It takes a second per response, 56 for 8 rows in all forms. Rows that were not given in all are not judged."""
     calls: list[str] = []
 
@@ -95,7 +129,9 @@ def test_a_slow_function_is_asked_for_a_part(monkeypatch: pytest.MonkeyPatch, se
         return 0.0
 
     monkeypatch.setattr(ground_truths, "time", SimpleNamespace(monotonic=lambda: len(calls)))
-    judged = judge(InProcessReward("slow", slow), prompts(["72"] * 64), timeout_s=None, seconds=seconds)
+    judged = judge(
+        InProcessReward("slow", slow), prompts(["72"] * 64), timeout_s=None, seconds=seconds
+    )
     assert (judged.count, len(judged.wrong)) == (count, count)
     assert judged.mostly_wrong == bool(count) and len(calls) <= seconds + 8
 

@@ -30,7 +30,11 @@ def in_local(spec: str, keys: RewardConfig) -> list[float]:
     """As a step scores its responses, whose tokens are here their indices."""
     texts = SimpleNamespace(batch_decode=lambda ids, **_: [RESPONSES[i] for i in ids])
     reward = find_reward(spec, keys.workers)
-    run = SimpleNamespace(tokenizer=texts, parts=SimpleNamespace(reward_fn=reward), config=SimpleNamespace(reward=keys))
+    run = SimpleNamespace(
+        tokenizer=texts,
+        parts=SimpleNamespace(reward_fn=reward),
+        config=SimpleNamespace(reward=keys),
+    )
     tokens: Any = SimpleNamespace(response_token_ids=range(len(RESPONSES)))
     return LocalTrainer.rewards(run, ROWS, tokens)  # type: ignore[arg-type]  # a stub of the trainer
 
@@ -38,24 +42,42 @@ def in_local(spec: str, keys: RewardConfig) -> list[float]:
 def in_eval(spec: str, keys: RewardConfig) -> list[float]:
     settings: Any = SimpleNamespace(reward=spec, config=SimpleNamespace(reward=keys))
     return score_responses(
-        evaluate.reward_of(settings), ROWS, RESPONSES, timeout_s=evaluate.reward_keys(settings).timeout_s
+        evaluate.reward_of(settings),
+        ROWS,
+        RESPONSES,
+        timeout_s=evaluate.reward_keys(settings).timeout_s,
     )
 
 
 def in_trl(spec: str, keys: RewardConfig) -> list[float]:
-    columns = {"data_source": ["sums"] * 2, "ground_truth": [GROUND_TRUTH] * 2, "extra_info": [EXTRA_INFO] * 2}
+    columns = {
+        "data_source": ["sums"] * 2,
+        "ground_truth": [GROUND_TRUTH] * 2,
+        "extra_info": [EXTRA_INFO] * 2,
+    }
     function = named_reward(spec, workers=keys.workers, timeout_s=keys.timeout_s)
-    return function(["?"] * 2, [[{"role": "assistant", "content": text}] for text in RESPONSES], **columns)
+    return function(
+        ["?"] * 2, [[{"role": "assistant", "content": text}] for text in RESPONSES], **columns
+    )
 
 
 def in_verl(spec: str, keys: RewardConfig) -> list[float]:
     """As an actor of Ray does: in an event loop that does not run in the main thread."""
-    settings = {"function": spec, "timeout_s": keys.timeout_s, "workers": keys.workers, "folder": os.getcwd()}
+    settings = {
+        "function": spec,
+        "timeout_s": keys.timeout_s,
+        "workers": keys.workers,
+        "folder": os.getcwd(),
+    }
 
     async def both() -> list[float]:
         results = []
         for text in RESPONSES:
-            arguments = {"data_source": "sums", "ground_truth": GROUND_TRUTH, "extra_info": EXTRA_INFO}
+            arguments = {
+                "data_source": "sums",
+                "ground_truth": GROUND_TRUTH,
+                "extra_info": EXTRA_INFO,
+            }
             results.append(await score(**settings, **arguments, solution_str=text))
         return [result["score"] if isinstance(result, dict) else result for result in results]
 

@@ -53,7 +53,9 @@ def file(tmp_path: Path) -> Path:
 def trainer(file: Path) -> Iterator[subprocess.Popen[str]]:
     """A trainer whose reward hangs inside a C function, with a child of its own."""
     program = [sys.executable, "-c", TRAINER.format(function="score")]
-    with subprocess.Popen(program, cwd=file.parent, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True) as process:
+    with subprocess.Popen(
+        program, cwd=file.parent, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True
+    ) as process:
         yield process
         process.kill()
 
@@ -70,7 +72,9 @@ def started_by(file: Path) -> list[psutil.Process]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=str)
-def test_no_worker_outlives_its_trainer(trainer: subprocess.Popen[str], file: Path, number: signal.Signals) -> None:
+def test_no_worker_outlives_its_trainer(
+    trainer: subprocess.Popen[str], file: Path, number: signal.Signals
+) -> None:
     others = started_by(file)
     assert trainer.pid in [process.ppid() for process in others]
     trainer.send_signal(number)
@@ -87,7 +91,9 @@ def test_ctrl_c_ends_a_function_that_never_loads(file: Path) -> None:
     )
     source = 'from qarl.data.scoring import find_reward\nfind_reward("rewards.py:score").load()'
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", source], cwd=file.parent, env=environment) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", source], cwd=file.parent, env=environment
+    ) as process:
         loading, deadline = file.with_name("loading"), time.monotonic() + 60
         while not (loading.is_file() and loading.read_text()):
             assert time.monotonic() < deadline

@@ -18,7 +18,9 @@ from qarl.errors import UserError
 
 
 def prompt(index: int = 0, ground_truth: Any = "42") -> Prompt:
-    return Prompt(index, "sums", [{"role": "user", "content": "?"}], [1], ground_truth, {"split": "train"})
+    return Prompt(
+        index, "sums", [{"role": "user", "content": "?"}], [1], ground_truth, {"split": "train"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,8 +64,12 @@ def test_math_verify_from_another_thread() -> None:
     reward = find_reward("math_verify", workers=1)
 
     def work() -> list[float]:
-        rows = [prompt(index, ground_truth) for index, (_, ground_truth, _) in enumerate(MATH_CASES)]
-        return score_responses(reward, rows, [response for response, _, _ in MATH_CASES], timeout_s=60)
+        rows = [
+            prompt(index, ground_truth) for index, (_, ground_truth, _) in enumerate(MATH_CASES)
+        ]
+        return score_responses(
+            reward, rows, [response for response, _, _ in MATH_CASES], timeout_s=60
+        )
 
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(work).result() == [score for _, _, score in MATH_CASES]
@@ -87,7 +93,10 @@ def test_functions_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "my_rewards.py").write_text(USER_FILE)
     monkeypatch.syspath_prepend(tmp_path)
     for source in ("my_rewards", str(tmp_path / "my_rewards.py")):
-        assert score_responses(find_reward(f"{source}:by_length"), [prompt()] * 2, ["", "abc"]) == [0.0, 0.3]
+        assert score_responses(find_reward(f"{source}:by_length"), [prompt()] * 2, ["", "abc"]) == [
+            0.0,
+            0.3,
+        ]
         assert score_responses(find_reward(f"{source}:with_defaults"), [prompt()], ["abc"]) == [0.5]
     assert get_reward_fn("arithmetic") is arithmetic
     assert get_reward_fn("math_verify") is math_verify
@@ -120,7 +129,18 @@ def here(function: Callable[..., Any]) -> InProcessReward:
 
 @pytest.mark.parametrize(
     "result",
-    [math.nan, None, "1.0", b"1", {"reward": 1.0}, {"score": math.inf}, 10**400, 1e39, torch.zeros(2), [1.0]],
+    [
+        math.nan,
+        None,
+        "1.0",
+        b"1",
+        {"reward": 1.0},
+        {"score": math.inf},
+        10**400,
+        1e39,
+        torch.zeros(2),
+        [1.0],
+    ],
     ids=str,
 )
 def test_a_result_that_is_no_finite_number(result: Any) -> None:

@@ -13,7 +13,10 @@ from qarl.data.prompts import Prompt, load_prompts
 
 def seen(file: str, tokenizer: PreTrainedTokenizerFast) -> list[tuple[Any, Any, Any]]:
     prompts: list[Prompt] = load_prompts(file, tokenizer=tokenizer, max_prompt_length=8)
-    return [(prompt.ground_truth, prompt.extra_info["value"], prompt.extra_info["list"]) for prompt in prompts]
+    return [
+        (prompt.ground_truth, prompt.extra_info["value"], prompt.extra_info["list"])
+        for prompt in prompts
+    ]
 
 
 def wanted(values: list[Any]) -> list[tuple[Any, Any, Any]]:
@@ -22,14 +25,20 @@ def wanted(values: list[Any]) -> list[tuple[Any, Any, Any]]:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("name", TABLE)
-def test_both_formats(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str, suffix: str) -> None:
+def test_both_formats(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str, suffix: str
+) -> None:
     values, read = TABLE[name]
     file = write_rows(tmp_path / f"x{suffix}", rows_of(values))
-    assert repr(seen(file, tokenizer)) == repr(wanted(read))  # repr: 1, 1.0 and True differ, and NaN equals NaN
+    assert repr(seen(file, tokenizer)) == repr(
+        wanted(read)
+    )  # repr: 1, 1.0 and True differ, and NaN equals NaN
 
 
 @pytest.mark.parametrize("name", JSON)
-def test_what_only_json_can_hold(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+def test_what_only_json_can_hold(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str
+) -> None:
     file = write_rows(tmp_path / "x.jsonl", rows_of(JSON[name]))
     assert repr(seen(file, tokenizer)) == repr(wanted(JSON[name]))
 

@@ -73,7 +73,8 @@ def device_name(device: torch.device) -> str:
 def commit() -> str:
     """Return the commit of this file's checkout ("-dirty" if it has changes), or "unknown"."""
     whole, _, changes = (git_commit() or "unknown").partition("+")
-    return whole[:12] + "-dirty" * bool(changes)
+    short = whole[:12]
+    return f"{short}-dirty" if changes else short
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -19,6 +19,11 @@ from enum import Enum, auto
 from qarl.step.statistics import Counts
 
 
+def is_skipped(norm: float) -> bool:
+    """Return whether an update is skipped whose gradient has this norm."""
+    return not math.isfinite(norm)
+
+
 class StepState(Enum):
     COMPARING = auto()
     UPDATING = auto()
@@ -76,5 +81,5 @@ class StepUpdates:
 
     def updated(self, norm: float) -> None:
         """Count an update whose gradient has this norm."""
-        if not math.isfinite(norm):
+        if is_skipped(norm):
             self.skipped += 1

@@ -17,7 +17,6 @@ so weights are published only after the last one. `EngineRecovery` handles failu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -42,6 +41,7 @@ from qarl.quant.state_dict import packed_state_dict, requantize
 from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.recovery import EngineRecovery
+from qarl.step.updates import is_skipped
 from qarl.trainer.advantages import step_advantages
 from qarl.trainer.batch import Batch, Rows, make_batch, micro_batches, request_seed
 from qarl.trainer.master_optimizer import MasterOptimizer
@@ -295,7 +295,7 @@ class LocalTrainer:
         """Update the weights and quantize them again, if the gradient's norm is finite. Return the norm."""
         with self.timer.phase("optimizer"):
             norm = self.optimizer.clip_and_step(self.config.actor.grad_clip)
-        if math.isfinite(norm):
+        if not is_skipped(norm):
             with self.timer.phase("quantize"):
                 requantize(self.policy.model)
         return norm

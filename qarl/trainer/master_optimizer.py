@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qarl.config.optimizers import get_optimizer
+from qarl.step.updates import is_skipped
 
 if TYPE_CHECKING:
     from qarl.config import OptimConfig
@@ -210,15 +211,16 @@ class MasterOptimizer:
     def clip_and_step(self, max_norm: float) -> float:
         """Call `clip_grad_norm()`, then `step()`, or only drop the gradients if their norm is not finite. Return it."""
         norm = self.clip_grad_norm(max_norm)
-        self.loss_scale.updated(overflow=not math.isfinite(norm))
-        if math.isfinite(norm):
+        skipped = is_skipped(norm)
+        self.loss_scale.updated(overflow=skipped)
+        if not skipped:
             self.step()
         self.zero_grad()
         return norm
 
     def metrics(self, norms: Sequence[float]) -> dict[str, float]:
         """Return the metrics of an update. `norms`: the norms that `clip_and_step` returned."""
-        finite = [norm for norm in norms if math.isfinite(norm)]
+        finite = [norm for norm in norms if not is_skipped(norm)]
         metrics = {"actor/lr": self.lr, "actor/skipped_steps": len(norms) - len(finite)}
         # An overflow in FP16 is expected and says nothing about the gradient. In BF16 the metric shows the fault.
         shown = finite if self.loss_scale.active else norms

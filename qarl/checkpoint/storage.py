@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 EXPORT = "export"
 """Name of the final model's folder in the run folder."""
+DAMAGED = object()
+"""Stands for the value of a line that has none."""
 _OS_ERROR = re.compile(r"os error (\d+)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY)
@@ -261,13 +263,22 @@ def append_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
 
 def read_lines(path: Path) -> list[Any]:
     """Return the values of a file of JSON lines, or [] if it is missing. Lines that a crash has cut off are skipped."""
-    values = []
-    for line in (
-        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ()
-    ):
-        with suppress(ValueError):
-            values.append(json.loads(line))
-    return values
+    values = [value_of(line) for line in lines_of(path)]
+    return [value for value in values if value is not DAMAGED]
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """Return the lines of a file with their ends, or [] if it is missing."""
+    return path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+
+
+def value_of(line: bytes) -> Any:
+    """Return the value of a line of JSON, or `DAMAGED` if it is torn or no JSON, such as the zeros that a power cut can
+    leave."""
+    try:
+        return json.loads(line.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        return DAMAGED
 
 
 def json_safe(value: Any) -> Any:

@@ -8,8 +8,6 @@ to the file and may repeat steps. `read_metrics` then drops the older entries.
 from __future__ import annotations
 
 import importlib.util
-import json
-import math
 import os
 import platform
 import subprocess
@@ -24,8 +22,9 @@ from qarl.checkpoint.storage import (
     METRICS_FILE,
     StorageError,
     append_lines,
+    lines_of,
     number,
-    read_lines,
+    value_of,
     write_json,
     write_text,
     writing,
@@ -49,6 +48,8 @@ _PACKAGES = (
     *("verl", "triton", "muon-optimizer", "numpy"),
 )
 VERSIONS_FILE = "versions.json"
+LAST_STEP = 2**53
+"""Larger steps than this no axis, and no number of JavaScript, tells apart."""
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 
 
@@ -222,10 +223,8 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
             fix="give the directory of a run, such as runs/NAME",
         )
     steps: dict[int, dict[str, Any]] = {}
-    for entry in read_lines(path):
-        step = entry.get("step") if isinstance(entry, dict) else None
-        if not isinstance(step, int):
-            continue
+    for entry in filter(None, map(_entry_of, lines_of(path))):
+        step = entry["step"]
         numbers = {
             name: number
             for name, value in entry.items()
@@ -239,25 +238,36 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
+def damaged_lines(run_dir: Path) -> list[int]:
+    """Return the numbers of the lines of metrics.jsonl, counted from 1, that `read_metrics` skips."""
+    lines = lines_of(run_dir / METRICS_FILE)
+    return [
+        number
+        for number, line in enumerate(lines, start=1)
+        if line.strip() and _entry_of(line) is None
+    ]
+
+
 def forget_steps_after(run_dir: Path, last: int) -> None:
     """Remove the lines of metrics.jsonl whose step is after `last`. Damaged lines, and a missing file, stay so."""
     path = run_dir / METRICS_FILE
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = lines_of(path)
     except OSError:
         return
-    remaining = [line for line in lines if not _step_of(line) > last]
+    remaining = [
+        line for line in lines if (entry := _entry_of(line)) is None or entry["step"] <= last
+    ]
     if len(remaining) < len(lines):
         write_text(path, b"".join(remaining).decode("utf-8", errors="replace"))
 
 
-def _step_of(line: bytes) -> float:
-    """Return the step of a line of metrics.jsonl, or -inf if it names none."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return -math.inf
-    return step if isinstance(step, int) else -math.inf
+def _entry_of(line: bytes) -> dict[str, Any] | None:
+    """Return the object in a line of metrics.jsonl, or None if the line is damaged: it has none, or no step."""
+    entry = value_of(line)
+    step = entry.get("step") if isinstance(entry, dict) else None
+    is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= LAST_STEP
+    return entry if is_step else None
 
 
 def _read_value(value: Any) -> Any:

@@ -12,6 +12,8 @@ from engine_helpers import config
 
 from qarl.checkpoint.storage import json_safe
 from qarl.metrics.plots import plot_run
+from qarl.metrics.summary import summarize
+from qarl.metrics.tracker import read_metrics
 from qarl.metrics.validation import sources_metrics
 from qarl.report import page
 from qarl.report.page import contents, update_report, write_report
@@ -84,7 +86,12 @@ DAMAGED = {
     "config.yaml": ("", "trainer: [", "text", "trainer:\n  total_training_steps: many", "\0"),
     "samples.jsonl": ('{"step": 1', "3", "null", '{"prompt": "1+1"}', '{"step": "one"}'),
     "warnings.jsonl": ('{"sign"', "3", '{"sign": "entropy"}', "[]"),
-    "metrics.jsonl": ('{"step": 4, "x', "3", "null", '{"step": null}', "\0\0\0"),
+    "metrics.jsonl": (
+        *('{"step": 4, "x', "3", "null", "[[1]]", "[" * 100_000, "\0\0\0", "\x1c\u2028", "\ufffd"),
+        *('{"step": null}', '{"step": true}', '{"step": -1}', '{"step": 1e3}'),
+        '{"step": 9999999999999999999999}',
+        '{"step": 1, "critic/score/mean": 0.5, "timing_s/step": {"a": 1}, "x": [1], "\\ud800": null}',
+    ),
 }
 
 
@@ -95,6 +102,8 @@ def test_damaged_files_of_a_run_leave_the_rest_of_its_report(tmp_path, file):
         with (run / file).open("a", encoding="utf-8") as opened:
             opened.write(text)
         data = shown(run)
+        plot_run(run)
+        summarize(read_metrics(run))
         assert data["step"] == 1 and data["series"]["critic/score/mean"] == {"s": [1], "v": [0.5]}
         assert data["samples"] == data["warnings"] == [] and data["total"] is None
 

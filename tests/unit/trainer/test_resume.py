@@ -57,14 +57,18 @@ def test_a_folder_of_checkpoints_may_be_a_link_to_another_disk(tmp_path):
     assert names(tmp_path) == ["disk", "quickstart"] and names(disk) == ["step_2", "step_4"]
 
 
-def test_a_resume_forgets_the_metrics_of_later_steps(tmp_path):
+def test_a_resume_forgets_the_metrics_of_later_steps_and_names_damaged_lines(tmp_path, capsys):
     """Also if the run ends before it reaches them again."""
     settings = config(tmp_path)
     run_dir = interrupted_run(settings, 2)
     lines = [json.dumps({"step": step, "reward/mean": 0.5}) for step in (1, 2, 3)]
-    (run_dir / "metrics.jsonl").write_text("\n".join([*lines[:2], "{damaged", lines[2]]) + "\n")
+    rest = ["{damaged", lines[2], "\0\0\0", '{"step": 2, "rew']
+    (run_dir / "metrics.jsonl").write_text("\n".join([*lines[:2], *rest]))
     with open_run(settings) as checkpoint:
         make_newest(run_dir, checkpoint)
+    printed = capsys.readouterr().err
+    assert f"note: lines of {run_dir / 'metrics.jsonl'} that are torn" in printed
+    assert "report: 3, 4, 5\n" in printed
     assert [entry["step"] for entry in read_metrics(run_dir)] == [1, 2]
     assert "{damaged" in (run_dir / "metrics.jsonl").read_text()
 

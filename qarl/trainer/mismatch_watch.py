@@ -98,12 +98,18 @@ def sample_rows(batch: Batch, measured: Measured) -> SampleRows:
     """Return the rows of a batch without their padding."""
     lengths = batch.response_mask.sum(1).tolist()
     differences = (measured.log_probs - batch.rollout_log_probs).cpu()
-    known = measured.known.tolist()
-    rows = range(len(batch))
+    prompts = []
+    responses = []
+    deltas: list[list[float]] = []
+    for row, length in enumerate(lengths):
+        prompts.append(batch.input_ids[row][: batch.prompt_lengths[row]])
+        responses.append(batch.responses[row][:length])
+        known = bool(measured.known[row])
+        deltas.append(differences[row][:length].tolist() if known else [])
     return SampleRows(
-        prompts=[batch.input_ids[row][: batch.prompt_lengths[row]] for row in rows],
-        responses=[batch.responses[row][: lengths[row]] for row in rows],
-        deltas=[differences[row][: lengths[row]].tolist() if known[row] else [] for row in rows],
+        prompts,
+        responses,
+        deltas,
         advantages=batch.advantages.tolist(),
         rewards=batch.rewards.tolist(),
         finish_reasons=batch.finish_reasons,

@@ -28,6 +28,7 @@ from benchmarks.proofs.harness import (
 )
 from qarl.align.families import SHOWN, WITHOUT_ADAPTERS
 from qarl.config import load_config
+from qarl.config.level import Level
 
 FOLDER = ROOT / "runs" / "proofs" / "adapters"
 SMALL: Row = {
@@ -65,15 +66,15 @@ def adapters_levels(
     """
     for backend, model, level, scheme in product(backends, models, levels, schemes):
         name = f"{backend} | {model} | {scheme} | {level}"
-        if record.wants(name) and (level != "off" or scheme == "bf16"):
+        if record.wants(name) and (Level(level).low_bit or scheme == "bf16"):
             row: Row = {}
             with timed(row):
                 logged, applied = (under_trl if backend == "trl" else trained)(
                     backend, model, scheme, level, steps
                 )
             row |= summarised(logged) | {"applied": applied}
-            reached = LEVELS.index(applied) >= LEVELS.index(level)
-            exact = LEVELS.index(level) < LEVELS.index("model") or row["abs_max"] == 0
+            reached = Level(applied) >= Level(level)
+            exact = not Level(level).follows_engine or row["abs_max"] == 0
             record.add(
                 name, row, ok=reached and exact and row["steps_with_gradient"] > row["steps"] / 2
             )

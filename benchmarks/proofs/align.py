@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from benchmarks.proofs.harness import (
-    LEVELS,
     TINY,
     Record,
     Row,
@@ -20,6 +19,7 @@ from benchmarks.proofs.harness import (
     local_trainer,
     log_probs,
 )
+from qarl.config.level import Level
 from qarl.metrics.mismatch_limit import resolve_limit
 from qarl.metrics.step_metrics import mismatch_metrics
 
@@ -67,9 +67,11 @@ def levels(
             if run.code:
                 raise SystemExit(f"{name}: {run.error}")
             summary = run.summary
-            applied = summary["quant_align"]
-            exact = applied != "exact" or scheme == "bf16" or summary["mismatch_abs_max"] == 0
-            record.add(name, summary, ok=LEVELS.index(applied) >= LEVELS.index(level) and exact)
+            applied = Level(summary["quant_align"])
+            exact = (
+                not applied.zero_mismatch or scheme == "bf16" or summary["mismatch_abs_max"] == 0
+            )
+            record.add(name, summary, ok=applied >= Level(level) and exact)
 
 
 def tiny_copy(folder: Path, *, source: str = TINY.name, **changes: Any) -> Path:

@@ -21,6 +21,7 @@ import torch
 from benchmarks.proofs.harness import QUIET, ROOT, Record, Row, batch_of, log_probs, run_config
 from qarl.align.router import known_routing
 from qarl.bench.model import find_model
+from qarl.config.level import Level
 from qarl.diagnose.diagnosis import with_keys
 from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.rollout.engine import RolloutBatch
@@ -97,7 +98,7 @@ def measure(config: Any) -> Row:
         levels[config.quant.align] = mismatch(trainer.policy, first)
         for replay in ("on", "off"):
             rollout = config.rollout.model_copy(update={"router_replay": replay})
-            changed = with_keys(config, {"quant.align": "linears"}).model_copy(
+            changed = with_keys(config, {"quant.align": Level.LINEARS}).model_copy(
                 update={"rollout": rollout}
             )
             levels[f"linears, replay {replay}"] = mismatch(Policy.load(changed), first)

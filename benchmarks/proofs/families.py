@@ -286,7 +286,7 @@ def _step(folder: Path, scheme: str, plain: Path | None) -> Row:
             row["stopped"] = str(error).splitlines()[0]
     for level in LEVELS:
         config = load_config(run_arguments(folder, scheme, level))
-        if applied_level(config, trainer.policy.model.config)[0] == level:
+        if applied_level(config, trainer.policy.model.config).level == level:
             row[level] = _figures(Policy.load(config), batches[-1])
     if plain is not None:
         try:

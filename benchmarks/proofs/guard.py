@@ -28,7 +28,7 @@ from benchmarks.proofs.families import (
 from benchmarks.proofs.harness import LEVELS, SCHEMES, Record, Row, arguments
 from qarl.align.families import FAMILIES
 from qarl.config import load_config
-from qarl.metrics.mismatch_limit import MismatchError, noise_limit, resolve_limit
+from qarl.metrics.mismatch_limit import MismatchError, resolve_limit
 from qarl.process import configure_vllm_process
 from qarl.rollout.publish.writers import WritePlan
 from qarl.trainer.local import LocalTrainer
@@ -155,7 +155,7 @@ def refusals_off(model: Model) -> Iterator[None]:
         model.family == "llama"
     ):  # the trainer has its own rotary embedding, and a publish may leave parameters out
         off["qarl.align.levels.align_rotary"] = lambda model: None
-        off["qarl.align.levels.model_unavailable"] = lambda *args, **kwargs: None
+        off["qarl.align.applied_level.model_unavailable"] = lambda *args, **kwargs: None
     configure_vllm_process()
     with contextlib.ExitStack() as stack:
         for name, function in off.items() if model.wrong or "alibi" in model.changes else ():
@@ -245,7 +245,7 @@ def measure(model: Model, level: str) -> Row:
             None, trainer.policy.limit_level, response_length=length, temperature=temperature
         ),
         "times": noise.times,
-        "times_limit": noise_limit(noise.level, comparison.tokens),
+        "times_limit": noise.level.tolerance.noise_limit(comparison.tokens),
         "fired": fired,
         "should_fire": model.wrong,
     }

@@ -24,10 +24,11 @@ import yaml
 
 from qarl.checkpoint.storage import METRICS_FILE, json_safe, write_text
 from qarl.config import Config, load_config
+from qarl.config.level import Level
 from qarl.metrics.tracker import cpu, read_metrics, write_versions
 
 ROOT = Path(__file__).resolve().parents[2]
-LEVELS = ("off", "linears", "model", "exact")
+LEVELS = tuple(Level)
 SCHEMES = ("bf16", "w4a16", "w8a8", "fp8")
 TINY = ROOT / "models" / "tiny-qwen3"
 Row = dict[str, Any]

@@ -25,6 +25,7 @@ from benchmarks.proofs.harness import (
     run_config,
     timed,
 )
+from qarl.config.level import Level
 
 LENGTHS = (50, 200, 1000, 4000)
 KINDS = ("dense", "experts")
@@ -99,7 +100,7 @@ def long_responses(
                 }
                 settings = keys(kind, models[kind], scheme, lengths[-1], level, prompt)
                 (rows,) = in_process(local_rows, settings, prompt, lengths, **environment)
-            exact = level in ("model", "exact") and promised
+            exact = Level(level).follows_engine and promised
             for length, row in zip(lengths, rows, strict=True):
                 record.add(
                     names[length],

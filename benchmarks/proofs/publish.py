@@ -28,6 +28,7 @@ from qarl.checkpoint.model_files import ModelFiles, read_tensors, save_model
 from qarl.checkpoint.resumable import open_checkpoint, tensor_digest
 from qarl.checks.model_folder import load_tokenizer
 from qarl.config import Config
+from qarl.config.level import Level
 from qarl.data.prompts import load_prompts
 from qarl.diagnose.diagnosis import with_keys
 from qarl.process import configure_vllm_process
@@ -243,7 +244,7 @@ def trainer_log_probs(config: Config, checkpoint: Path, batch: Any) -> torch.Ten
     """Return the log-probs of the trainer's forward at level `exact`, with the weights of the checkpoint."""
     path = config.model.model_copy(update={"path": str(checkpoint)})
     policy = Policy.load(
-        with_keys(config.model_copy(update={"model": path}), {"quant.align": "exact"})
+        with_keys(config.model_copy(update={"model": path}), {"quant.align": Level.EXACT})
     )
     own: torch.Tensor = log_probs(policy, batch, rows=len(batch))
     return own

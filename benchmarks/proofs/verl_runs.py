@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.proofs.align import random_twin
 from benchmarks.proofs.harness import LEVELS, QUIET, ROOT, TINY, Record, Row, Run, timed
+from qarl.config.level import Level
 from qarl.metrics.mismatch_limit import resolve_limit
 
 CONFIG = "quickstart_verl.yaml"
@@ -48,7 +49,7 @@ EXPERTS = {
     "quant.ignore": ["lm_head", "re:.*\\.mlp\\.gate$"],
 }
 BYPASS = {"actor.loss": "grpo", "rollout_correction.bypass_mode": True}
-CASES = {
+CASES: dict[str, Case] = {
     **{level: Case("w4a16, one rank", level) for level in LEVELS},
     "exact_two_ranks": Case("w4a16, two ranks", "exact", {"trainer.n_gpus_per_node": 2}),
     "exact_preempted": Case("w4a16, one rank, a KV cache for few responses", "exact",
@@ -147,7 +148,9 @@ def judged(case: Case, code: int, error: list[str], logged: list[Row]) -> tuple[
     steps = [
         {
             "step": entry["step"],
-            "limit": resolve_limit(None, case.level, response_length=entry["response_length/mean"]),
+            "limit": resolve_limit(
+                None, Level(case.level), response_length=entry["response_length/mean"]
+            ),
         }
         | {key: entry[key] for key in METRICS if key in entry}
         for entry in logged
@@ -157,7 +160,7 @@ def judged(case: Case, code: int, error: list[str], logged: list[Row]) -> tuple[
         step["mismatch/abs_mean"] <= step["limit"] and not step["mismatch/over_limit"]
         for step in steps
     )
-    exact = not (case.exact or case.level == "exact") or all(
+    exact = not (case.exact or Level(case.level).zero_mismatch) or all(
         step["mismatch/abs_max"] == 0 for step in steps
     )
     preempted = not case.preempts or all(step["rollout/preemptions"] > 0 for step in steps)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qarl.align.packed_attention import check_plain, in_rows, lengths_of_rows
+from qarl.config.level import Level
 from qarl.kernels.cpu import layer_ops
 
 FP32_ATTENTION = "qarl_fp32"
@@ -40,7 +41,7 @@ def fp32_attention(
     Attention is causal if `attention_mask` is None. `kwargs` may contain the lengths of the rows
     (`qarl.align.packed_attention`).
     """
-    check_plain("model", module, kwargs)
+    check_plain(Level.MODEL, module, kwargs)
 
     def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         query, key, value = (tensor.bfloat16().float() for tensor in (query, key, value))
@@ -83,7 +84,7 @@ def engine_attention(
     """
     if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
         return fp32_attention(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
-    check_plain("exact", module, kwargs)
+    check_plain(Level.EXACT, module, kwargs)
     batch = query.shape[0]
     total = query.shape[2]
     lengths = lengths_of_rows(query, key, kwargs) or (total,) * batch

@@ -34,20 +34,22 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from qarl.align.families import FAMILIES, SHOWN
+from qarl.config.level import Level
 from qarl.kernels.base import upload
 
 _QUERIES = 1024
 """Number of queries whose scores are in memory at once."""
 
 
-def check_plain(level: str, module: nn.Module, options: Mapping[str, Any]) -> None:
+def check_plain(level: Level, module: nn.Module, options: Mapping[str, Any]) -> None:
     """Raise ValueError if an attention that is causal, and nothing more, gets an argument that changes it."""
     changing = [name for name in ("softcap", "sliding_window") if options.get(name) is not None]
     if not is_causal(module, options):
         changing.append("is_causal=False")
     if changing:
         raise ValueError(
-            f"quant.align={level} does not apply attention's {', '.join(changing)}; use quant.align=linears"
+            f"quant.align={level} does not apply attention's {', '.join(changing)}; "
+            f"use quant.align={Level.LINEARS}"
         )
 
 
@@ -65,7 +67,7 @@ def check_whole_rows(
             "quant.align=model on a GPU needs rows from position 0, packed or padded on the right, without "
             "attention_mask, key-value cache or attention dropout"
         )
-    check_plain("model", module, options)
+    check_plain(Level.MODEL, module, options)
 
 
 def is_causal(module: nn.Module, options: Mapping[str, Any]) -> bool:

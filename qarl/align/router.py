@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qarl.config.level import Level
 from qarl.kernels.cpu import bf16_linear
 
 RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -69,13 +70,15 @@ def transformers_weights(
     return chosen.to(logits.dtype)
 
 
-def replays(router_replay: str, level: str) -> bool:
+def replays(router_replay: str, level: Level) -> bool:
     """Return whether the trainer replays the rollout's experts at an alignment level.
 
     `router_replay`: the config's `rollout.router_replay`. `auto` replays only at `off` and `linears`, because the
     trainer's routers are not the engine's at these levels.
     """
-    return router_replay == "on" or (router_replay == "auto" and level in ("off", "linears"))
+    if router_replay == "auto":
+        return not level.follows_engine
+    return router_replay == "on"
 
 
 def routers(model: Any) -> dict[int, Any]:

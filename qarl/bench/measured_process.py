@@ -34,6 +34,7 @@ from qarl.bench.step_arguments import Arguments, Case
 from qarl.checks.layers import FUSED_LAYERS
 from qarl.checks.model_folder import load_tokenizer
 from qarl.config import Config
+from qarl.config.level import Level
 from qarl.data.prompts import Prompt, PromptDataset, PromptSampler
 from qarl.data.reward_workers import InProcessReward
 from qarl.errors import UserError
@@ -280,7 +281,7 @@ def reference(linear: nn.Linear, scheme: Scheme, x: torch.Tensor) -> torch.Tenso
 def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
     """Return a run's config, with the sizes and counts that `arguments` gives."""
     scheme = case.scheme
-    level = case.level or ("off" if case.scheme == "bf16" else "linears")
+    level = case.level or (Level.OFF if case.scheme == "bf16" else Level.LINEARS)
     tokens = arguments.sequences * (arguments.prompt_length + arguments.response_length + 32)
     # 1.5 times what all sequences at once need.
     kv_cache = max(0.125, 1.5 * arguments.source.size.kv_bytes_per_token() * tokens / 2**30)

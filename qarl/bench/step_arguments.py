@@ -12,17 +12,16 @@ from pydantic.dataclasses import dataclass
 from qarl.bench.arguments import Device, Schemes, check_divides, device_of
 from qarl.bench.model import Source, find_model
 from qarl.config.command_arguments import Commas, OutputFile, read_request
+from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.schemes import engine_scheme_names
 
-LEVELS = ("off", "linears", "model", "exact")
-
 
 class Case(NamedTuple):
-    """The scheme, level and rank of adapters that a launch measures. For `publish`, `level` is empty."""
+    """The scheme, level and rank of adapters that a launch measures. For `publish`, `level` is None."""
 
     scheme: str
-    level: str
+    level: Level | None
     lora_r: int = 0
 
     def __str__(self) -> str:
@@ -60,7 +59,7 @@ class Arguments:
     model: str
     layers: PositiveInt | None = None
     schemes: Schemes = engine_scheme_names()
-    levels: Annotated[tuple[Literal[*LEVELS], ...], Commas] = LEVELS[:3]  # type: ignore[valid-type]  # not written out
+    levels: Annotated[tuple[Level, ...], Commas] = tuple(Level)[:-1]
     lora_r: Annotated[tuple[NonNegativeInt, ...], Commas] = (0,)
     prompts: PositiveInt = 8
     n: PositiveInt = 4
@@ -108,17 +107,21 @@ class Arguments:
         have no case `off` of a quantized base, which QaRL refuses."""
         schemes = sorted(set(self.schemes), key=engine_scheme_names().index)
         if self.part == "publish":
-            return [Case(scheme, "") for scheme in schemes]
-        levels = sorted(set(self.levels), key=LEVELS.index)
+            return [Case(scheme, None) for scheme in schemes]
+        levels = sorted(set(self.levels))
         ranks = sorted(set(self.lora_r))
-        missing = {("bf16", "linears", rank) for rank in ranks}
-        missing |= {
-            (scheme, "off", rank)
-            for scheme in schemes
-            for rank in ranks
-            if scheme != "bf16" and rank
-        }
-        return [Case(*case) for case in product(schemes, levels, ranks) if case not in missing]
+        return [
+            Case(scheme, level, rank)
+            for scheme, level, rank in product(schemes, levels, ranks)
+            if _is_measured(scheme, level, rank)
+        ]
+
+
+def _is_measured(scheme: str, level: Level, rank: int) -> bool:
+    quantized = scheme != "bf16"
+    if quantized:
+        return level.low_bit or not rank
+    return level.follows_engine or not level.low_bit
 
 
 def _check(arguments: Arguments) -> None:

@@ -90,7 +90,7 @@ class Measured:
             return
         about = {
             "scheme": case.scheme,
-            "level": case.level or None,
+            "level": case.level,
             "level_applied": launched["level_applied"],
         }
         about |= {"lora_r": case.lora_r} if case.lora_r else {}

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from qarl.align.levels import unconfirmed
+from qarl.align.applied_level import AppliedLevel, unconfirmed
 from qarl.checks import layers, model_folder
 from qarl.checks.inputs_record import Record, record_of
 from qarl.checks.machine import Machine, this_machine
@@ -123,7 +123,7 @@ class RunInputs:
         group = scheme.group_size
         kernels = self.config.quant.kernels
         dense = (shape for name, shape in self.quantized.items() if not layers.of_expert(name))
-        for shape in dict.fromkeys(dense) if self.config.quant.align != "off" else ():
+        for shape in dict.fromkeys(dense) if self.config.quant.align.low_bit else ():
             try:
                 choices[shape] = choose_linear_kernel(
                     scheme.name, device, shape, group_size=group, kernels=kernels
@@ -145,7 +145,7 @@ class RunInputs:
         """The trainer's kernel for experts, or None if none are quantized. Raise UserError if none supports them."""
         import torch
 
-        if self.config.quant.align == "off" or not any(map(layers.of_expert, self.quantized)):
+        if not self.config.quant.align.low_bit or not any(map(layers.of_expert, self.quantized)):
             return None
         size = self.size
         scheme = self.scheme
@@ -165,7 +165,7 @@ class RunInputs:
         return dict.fromkeys(experts, self.experts_kernel.kernel.name) | self.kernel_names
 
     @cached_property
-    def level(self) -> tuple[str, tuple[str, ...]]:
+    def level(self) -> AppliedLevel:
         """The alignment level that applies, and the reasons why no higher one does. Kernels are asked only by the
         doctor; the trainer asks them when it builds the model."""
         self.model  # noqa: B018  a refused model has no level
@@ -182,7 +182,7 @@ class RunInputs:
             "eager": self.config.rollout.enforce_eager is True,
             "adapters": bool(self.config.lora.r),
         }
-        return unconfirmed(self.level[0], self.machine.device, self.hf_config, **engine)
+        return unconfirmed(self.level.level, self.machine.device, self.hf_config, **engine)
 
     @cached_property
     def weight_files(self) -> list[Path]:

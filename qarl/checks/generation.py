@@ -13,6 +13,7 @@ from typing import Any
 
 from qarl.checks.model_folder import loading_options
 from qarl.config import Config
+from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.kernels.log_probs import Truncation, packed_width
 from qarl.rollout.engine_config import SamplingConfig, sampling_params
@@ -22,7 +23,7 @@ MASKS_GIB = 4.0
 """Memory limit in GiB for the masks of one batch. A mask says which tokens top-p or top-k keep."""
 
 
-def check_sampling(config: Config, *, level: str, vocabulary: int, on_cpu: bool = True) -> None:
+def check_sampling(config: Config, *, level: Level, vocabulary: int, on_cpu: bool = True) -> None:
     """Raise UserError if the trainer cannot compute log-probs for the engine's sampling, or needs too much memory.
 
     `level`: the applied alignment level, which may be lower than `quant.align`. `vocabulary`: rows of lm_head.
@@ -32,13 +33,10 @@ def check_sampling(config: Config, *, level: str, vocabulary: int, on_cpu: bool 
     if not Truncation(config.rollout.top_p, config.rollout.top_k).active:
         return
     where = f"rollout.top_p={config.rollout.top_p}, rollout.top_k={config.rollout.top_k}"
-    if level not in ("model", "exact") or not on_cpu:
-        fell = f"quant.align={config.quant.align} fell back to {level}"
-        why = (
-            "no GPU has shown which tokens vLLM samples from"
-            if level in ("model", "exact")
-            else fell
-        )
+    if not level.follows_engine or not on_cpu:
+        why = f"quant.align={config.quant.align} fell back to {level}"
+        if level.follows_engine:
+            why = "no GPU has shown which tokens vLLM samples from"
         raise UserError(
             f"the trainer cannot apply the engine's top-p or top-k at alignment level {level}",
             where=where,

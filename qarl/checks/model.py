@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from qarl.align.applied_level import AppliedLevel, resolve_level, unconfirmed
 from qarl.align.cpu import AlignedLinear
 from qarl.align.families import shown_mismatch
-from qarl.align.levels import resolve_level, unconfirmed
 from qarl.align.model_config import check_config_keys
 from qarl.checks.exactness import exceptions
 from qarl.checks.layers import meta_model
@@ -42,7 +42,7 @@ def check_served(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Modul
 def level_notes(config: Config, hf_config: Any) -> list[str]:
     """Return the measured mismatch of the model's family, and notes if the applied level is lower than `quant.align`,
     if no device has confirmed it, or if it is `exact` with exceptions."""
-    level = applied_level(config, hf_config)[0]
+    level = applied_level(config, hf_config).level
     engine = {"eager": config.rollout.enforce_eager is True, "adapters": bool(config.lora.r)}
     unsure = unconfirmed(level, run_device(config), hf_config, **engine)
     notes = (
@@ -51,17 +51,18 @@ def level_notes(config: Config, hf_config: Any) -> list[str]:
         shown_mismatch(hf_config),
     )
     said = [text for text in notes if text]
-    return said + exceptions(config, hf_config) if level == "exact" else said
+    if level.zero_mismatch:
+        said += exceptions(config, hf_config)
+    return said
 
 
 def lower_level(config: Config, hf_config: Any) -> str | None:
     """If a lower alignment level than `quant.align` is applied, return a sentence that says why; otherwise None."""
-    level, reasons = applied_level(config, hf_config)
-    return (
-        f"quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}"
-        if reasons
-        else None
-    )
+    applied = applied_level(config, hf_config)
+    if not applied.why_lower:
+        return None
+    reasons = "; ".join(applied.why_lower)
+    return f"quant.align={config.quant.align} falls back to {applied.level}: {reasons}"
 
 
 def applied_level(
@@ -70,7 +71,7 @@ def applied_level(
     device: str | None = None,
     kernels: Collection[str] = (),
     capability: int | None = None,
-) -> tuple[str, tuple[str, ...]]:
+) -> AppliedLevel:
     """Return the alignment level that applies, and the reasons if it is lower than `quant.align`.
 
     `device`: "cpu" or "cuda". Default: this machine's. `kernels`: names of the trainer's kernels, if they are known.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qarl.align.applied_level import AppliedLevel
 from qarl.align.families import FAMILIES, check_adapters, check_family, check_rows, shown_mismatch
 from qarl.align.rotary import head_size_of
 from qarl.checks import layers, machine, suspect_prompts
@@ -250,10 +251,10 @@ def _tensor_parallel(config: Config, hf_config: Any, quantized: layers.Shapes) -
     yield from map(Finding.of, layers.split_errors(config, hf_config, quantized))
 
 
-def _sampling(
-    config: Config, machine: Machine, hf_config: Any, level: tuple[str, tuple[str, ...]]
-) -> None:
-    check_sampling(config, level=level[0], vocabulary=hf_config.vocab_size, on_cpu=machine.on_cpu)
+def _sampling(config: Config, machine: Machine, hf_config: Any, level: AppliedLevel) -> None:
+    check_sampling(
+        config, level=level.level, vocabulary=hf_config.vocab_size, on_cpu=machine.on_cpu
+    )
 
 
 def _train_prompts(

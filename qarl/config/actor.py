@@ -25,7 +25,7 @@ LossAggMode = Literal[
     "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-mean"
 ]
 AdvEstimator = Literal["grpo", "rloo", "dr_grpo"]
-Level = Literal["token", "sequence", "geometric"]
+WeightLevel = Literal["token", "sequence", "geometric"]
 WeightMode = Literal["truncate", "clip", "mask", "icepop"]
 Rejection = Literal[
     "token_k1",
@@ -103,7 +103,7 @@ class RolloutCorrectionConfig(Section):
     """Clip the ratio of the current probability to the rollout's, instead of its ratio to the trainer's old one. The
     old log-probs are still computed, for the metrics and for r_corr."""
 
-    rollout_is: Level | None = None
+    rollout_is: WeightLevel | None = None
     """The weight of each token's loss. `token`: r_corr of this token. `sequence`: the product of r_corr over the
     response. `geometric`: the geometric mean of r_corr over the response. null means no weight."""
 

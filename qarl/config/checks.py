@@ -16,6 +16,7 @@ from typing import Any
 
 from qarl.config.errors import Problem
 from qarl.config.ignored_layers import is_ignored
+from qarl.config.level import Level
 from qarl.config.objectives import get_objective
 from qarl.config.optimizers import get_optimizer
 from qarl.config.unused_keys import STEPS, WARMUP, warmup_exceeds
@@ -279,7 +280,7 @@ def sampling_leaves_a_choice(v: Values) -> Problems:
 
 def both_sides_sample_from_the_same_tokens(v: Values) -> Problems:
     backend = v["backend"]
-    align = v["quant.align"]
+    align = Level(v["quant.align"])
     top_p = v["rollout.top_p"]
     top_k = v["rollout.top_k"]
     all_tokens = top_p == 1 and top_k <= 0
@@ -290,7 +291,7 @@ def both_sides_sample_from_the_same_tokens(v: Values) -> Problems:
     if backend == "verl":
         reason += "verl's trainer are over the whole vocabulary"
         yield bad(v, key, reason, f"set it to {off}, or set backend=local")
-    elif align not in ("model", "exact"):
+    elif not align.follows_engine:
         reason += f"a trainer at quant.align={align} are too inexact to identify these tokens"
         yield bad(v, key, reason, f"set it to {off}, or set quant.align=model")
     elif v["actor.old_log_probs"] == "rollout":
@@ -364,7 +365,7 @@ def adapters_are_served(v: Values) -> Problems:
                 f"lora.r={rank}: {reason}",
                 f"set {key}={value}, or lora.r=0 to train all weights",
             )
-    if v["quant.align"] == "off" and scheme != "bf16":
+    if not Level(v["quant.align"]).low_bit and scheme != "bf16":
         reason = f"lora.r={rank}: the base exists only in {scheme}, and this level multiplies by BF16 weights"
         yield bad(v, "quant.align", reason, "set it to model")
     if alpha is not None and math.frexp(alpha / rank)[0] != 0.5:

@@ -59,7 +59,7 @@ def _together(config: Config) -> Iterator[UserError]:
         fix = f"set actor.ppo_mini_batch_size={prompts} and actor.ppo_epochs=1"
         yield UserError(what, where="actor.loss", why=why, fix=fix)
     from_rollout = actor.old_log_probs == "rollout"
-    far = config.quant.align == "off" and config.quant.scheme in ("w4a16", "w4a8")
+    far = not config.quant.align.low_bit and config.quant.scheme in ("w4a16", "w4a8")
     if far and has_ratio and (from_rollout or config.rollout_correction.bypass_mode):
         yield UserError(
             "the ratio of the loss contains the mismatch of 4-bit rollouts",

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
+from qarl.config.level import Level
 from qarl.config.types import OneOf, Patterns, Sane, Section, Unit
 from qarl.schemes import scheme_names
 
@@ -30,7 +31,7 @@ class QuantConfig(Section):
     ignore: Patterns = ["lm_head"]
     """Modules that stay BF16: exact names, or `re:` and a regular expression matched from the start of the name."""
 
-    align: Literal["off", "linears", "model", "exact"] = "model"
+    align: Level = Level.MODEL
     """How far the trainer's forward follows the engine. `off`: plain BF16, to show the mismatch. `linears`: linear
     layers multiply by the published low-bit tensors (no effect with scheme bf16). `model`: also round like the engine
     in residual additions, norms, rotary embedding and attention; on a CPU, attention is the engine's own operator.

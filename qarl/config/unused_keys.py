@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from qarl.config import objectives, optimizers
-from qarl.config.actor import Level
+from qarl.config.actor import WeightLevel
 from qarl.config.errors import Problem, show
 from qarl.config.read_config import COMMAND_LINE
 
@@ -74,7 +74,7 @@ RULES = (
     _if("actor.use_dynamic_bsz", (True,), *_TOKENS),
     _if(
         _IS,
-        get_args(Level),
+        get_args(WeightLevel),
         *(f"{_IS}_{name}" for name in ("mode", "threshold", "threshold_lower", "batch_normalize")),
     ),
     _if(f"{_IS}_mode", ("clip", "icepop"), f"{_IS}_threshold_lower"),

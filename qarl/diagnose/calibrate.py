@@ -29,6 +29,7 @@ import torch
 
 from qarl.checkpoint.storage import write_json
 from qarl.config import Config
+from qarl.config.level import Level
 from qarl.config.objectives import get_objective
 from qarl.console import say
 from qarl.diagnose.arguments import CalibrateRequest
@@ -43,8 +44,8 @@ from qarl.trainer.policy import Policy
 from qarl.trainer.prepare import prepare_run
 
 FILE = "calibrate.json"
-REFERENCE = "exact"
-LEVELS = ("off", "linears")
+REFERENCE = max(Level)
+LEVELS = tuple(level for level in Level if not level.follows_engine)
 """Levels that are measured besides the run's own and the reference."""
 LEAST = 1e-6
 """A threshold of a rejection is above 0, and a weight's is at least 1."""
@@ -371,7 +372,7 @@ def _sample(trainer: LocalTrainer, number: int, batches: int) -> Batch:
     return trainer.rollout()[0]
 
 
-def _log_probs(trainer: LocalTrainer, level: str, sampled: Sampled) -> list[torch.Tensor]:
+def _log_probs(trainer: LocalTrainer, level: Level, sampled: Sampled) -> list[torch.Tensor]:
     """Return the log-probs of each batch at `level`. Afterwards the trainer's policy is the one of the last level."""
     say(f"quant.align={level}")
     config = trainer.config

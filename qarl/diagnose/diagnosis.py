@@ -24,6 +24,7 @@ import torch
 
 from qarl.checkpoint.storage import write_json
 from qarl.config import Config
+from qarl.config.level import Level
 from qarl.kernels.log_probs import Truncation
 from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.metrics.tracker import write_versions
@@ -44,7 +45,7 @@ class Comparison:
     `log_probs`: FP32 [B, R], of this trainer. `top`: int64 [B, R], its most likely tokens."""
 
     name: str
-    level: str
+    level: Level
     log_probs: torch.Tensor
     top: torch.Tensor
     metrics: dict[str, float]
@@ -84,13 +85,13 @@ def compare(name: str, policy: Policy, batch: Batch, config: Config) -> Comparis
 def split(trainer: LocalTrainer, batch: Batch) -> list[Comparison]:
     """Compare the rollout with the configured trainer, and with one trainer for each cause."""
     config = trainer.config
-    plain = Policy.load(with_keys(config, {"quant.scheme": "bf16", "quant.align": "exact"}))
-    linears = Policy.load(with_keys(config, {"quant.align": "linears"}))
+    plain = Policy.load(with_keys(config, {"quant.scheme": "bf16", "quant.align": max(Level)}))
+    linears = Policy.load(with_keys(config, {"quant.align": Level.LINEARS}))
     comparisons = [compare("as configured", trainer.policy, batch, config)]
     if trainer.policy.scheme.quantized:
         comparisons.append(compare("quantization", plain, batch, config))
     comparisons.append(compare("kernel floor", linears, batch, config))
-    trainer.replace_policy(Policy.load(with_keys(config, {"quant.align": "exact"})))
+    trainer.replace_policy(Policy.load(with_keys(config, {"quant.align": max(Level)})))
     comparisons.append(compare("none", trainer.policy, batch, config))
     trainer.update(batch, comparisons[-1].log_probs)
     comparisons.append(compare("staleness", trainer.policy, batch, config))

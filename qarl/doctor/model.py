@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from qarl.align.applied_level import AppliedLevel
 from qarl.checks import layers, memory
 from qarl.checks.check import (
     Check,
@@ -121,7 +122,7 @@ def trainer_kernels(
         raise NotCheckedError(
             "QaRL's own kernels depend on the machine of the run", "run the doctor there too"
         )
-    if not scheme.quantized or config.quant.align == "off":
+    if not scheme.quantized or not config.quant.align.low_bit:
         yield ok(
             "trainer: every layer multiplies in BF16"
             + (" (quant.align=off)" if scheme.quantized else "")
@@ -225,21 +226,21 @@ def layer_lines(names: Sequence[str], shapes: layers.Shapes) -> tuple[str, ...]:
 
 
 def alignment(
-    config: Config, level: tuple[str, tuple[str, ...]], unconfirmed: str | None, hf_config: Any
+    config: Config, level: AppliedLevel, unconfirmed: str | None, hf_config: Any
 ) -> Findings:
-    asked, (applied, reasons) = config.quant.align, level
-    if reasons:
+    asked = level.asked
+    applied = level.level
+    if level.why_lower:
         yield warning(
             f"quant.align={asked} will fall back to {applied}",
-            why="; ".join(reasons),
+            why="; ".join(level.why_lower),
             fix=f"set quant.align={applied} if you accept that, and watch mismatch/abs_mean",
         )
     else:
-        yield ok(
-            f"quant.align={asked} {'applies' if applied == asked else f'is {applied} on this machine'}"
-        )
-    for text in exceptions(config, hf_config) if applied == "exact" else ():
-        yield note(text)
+        state = "applies" if applied == asked else f"is {applied} on this machine"
+        yield ok(f"quant.align={asked} {state}")
+    if applied.zero_mismatch:
+        yield from map(note, exceptions(config, hf_config))
     if unconfirmed:
         yield warning(
             f"quant.align={applied} is unconfirmed on GPUs",
@@ -264,7 +265,7 @@ def planned_memory(
     config: Config,
     machine: Machine,
     size: ModelSize,
-    level: tuple[str, tuple[str, ...]],
+    level: AppliedLevel,
     layouts: dict[Shape, str],
 ) -> Findings:
     """Compare the memory estimate with the memory of the machine."""
@@ -277,7 +278,7 @@ def planned_memory(
         config,
         device=machine.device,
         gpu_memory_bytes=machine.gpu_memory_bytes or 0,
-        align=level[0],
+        align=level.level,
         kernels=layouts,
     )
     phase, needed = plan.peak

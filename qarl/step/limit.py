@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qarl.config.level import Level
 from qarl.metrics.mismatch_limit import check_mismatch
 
 
@@ -20,7 +21,7 @@ class StepLimit:
     """
 
     limit: float | None
-    level: str
+    level: Level
     source: str | None = None
 
     def check(

@@ -19,7 +19,8 @@ import torch
 
 from qarl.align.levels import engine_arithmetic
 from qarl.align.rounding_noise import Roots
-from qarl.metrics.mismatch_limit import NOISE_LIMITS, check_noise, times_noise
+from qarl.config.level import Level
+from qarl.metrics.mismatch_limit import check_noise, times_noise
 from qarl.quant.convert import published_forward
 from qarl.schemes import Scheme
 
@@ -45,15 +46,15 @@ class TrainedModel:
     module: Any
     scheme: Scheme
     ignore: tuple[str, ...]
-    align: str
-    limit_level: str
+    align: Level
+    limit_level: Level
     kernels: str = "engine"
     can_be_aligned: bool = True
     dtype: torch.dtype | None = None
 
     @property
     def forwards_without_published_tensors(self) -> bool:
-        return self.align == "off" and self.scheme.quantized
+        return self.scheme.quantized and not self.align.low_bit
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class NoiseComparison:
     tokens   number of compared tokens
     """
 
-    level: str
+    level: Level
     delta: float
     noise: float
     tokens: float
@@ -86,10 +87,10 @@ class NoiseComparison:
         check_noise(self.times, level=self.level, tokens=self.tokens)
 
 
-def has_noise_limit(level: str, mismatch_limit: float | None) -> bool:
+def has_noise_limit(level: Level, mismatch_limit: float | None) -> bool:
     """Return whether the noise limits a run: not if `quant.mismatch_limit` is set, which replaces this limit, nor at
     level `exact`, where there is no noise."""
-    return mismatch_limit is None and level in NOISE_LIMITS
+    return mismatch_limit is None and level.tolerance.has_noise_limit
 
 
 def compare_with_noise(
@@ -105,10 +106,9 @@ def compare_with_noise(
     level = trained.limit_level
     roots = Roots()
     with ExitStack() as stack:
-        if level in ("off", "linears") and trained.can_be_aligned:
+        if not level.follows_engine and trained.can_be_aligned:
             arithmetic = engine_arithmetic(trained.module, dtype=trained.dtype)
-            if stack.enter_context(arithmetic):
-                level = "model"
+            level = stack.enter_context(arithmetic) or level
         if trained.forwards_without_published_tensors:
             published = published_forward(
                 trained.module, trained.scheme, trained.ignore, kernels=trained.kernels

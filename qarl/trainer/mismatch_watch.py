@@ -10,6 +10,7 @@ from typing import Any
 
 from qarl.align.router import known_routing
 from qarl.config import Config
+from qarl.config.level import Level
 from qarl.console import say
 from qarl.step.limit import StepLimit
 from qarl.step.samples import SampleLog, SampleRows
@@ -20,7 +21,7 @@ from qarl.trainer.policy import Policy
 
 def check_batch(
     config: Config,
-    level: str,
+    level: Level,
     batch: Batch,
     metrics: dict[str, float],
     *,

@@ -23,6 +23,7 @@ from qarl.align.packed_attention import attends_in_rows
 from qarl.align.router import replays
 from qarl.checks.model import has_plain_head, no_fp32_head
 from qarl.checks.model_folder import cannot_load, lacks_tensors, load_hf_config, loading_options
+from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.kernels.log_probs import LOGITS_AT_A_TIME, LogitsInBlocks, Truncation, WholeLogits
 from qarl.lora.layers import Adapters
@@ -92,7 +93,7 @@ class Policy:
         scheme: Scheme,
         ignore: tuple[str, ...],
         *,
-        align: str = "linears",
+        align: Level = Level.LINEARS,
         router_replay: str = "auto",
         packed: bool = True,
         head_dtype: str = "model",
@@ -114,7 +115,7 @@ class Policy:
         self.scheme = scheme
         self.ignore = ignore
         self.called = model
-        quantized = align != "off" and scheme.quantized
+        quantized = align.low_bit and scheme.quantized
         linears: object = "linears: BF16 in the forward"
         if quantized:
             linears = quantize_model(

@@ -104,7 +104,7 @@ def engine_config(config: Config, policy: Policy, *, routing: bool = False) -> E
         return_routed_experts=routing,
         head_dtype=config.model.head_dtype,
         dtype=config.model.dtype,
-        aligned=policy.align in ("model", "exact"),
+        aligned=policy.align.follows_engine,
         kernels=config.quant.kernels,
         adapters=AdapterSpec(adapters.rank, adapters.targets) if adapters else None,
     )

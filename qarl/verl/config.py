@@ -16,6 +16,7 @@ from qarl.align.router import replays
 from qarl.checks.model import applied_level
 from qarl.checks.model_folder import hf_config_or_carried
 from qarl.config import Config
+from qarl.config.level import Level
 from qarl.config.lora import LoraConfig
 from qarl.config.objectives import get_objective
 from qarl.config.optimizers import get_optimizer
@@ -276,7 +277,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
     if not on_cpu and not rollout.enforce_eager:
         # At the levels above `linears` the trainer can follow only engines with these arguments.
-        aligned = planned_level(config, on_cpu) in ("model", "exact")
+        aligned = planned_level(config, on_cpu).follows_engine
         arguments = graph_arguments(scheme, aligned=aligned, kernels=config.quant.kernels)
         keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in arguments.items()}
     if config.lora.r and (hf_config := hf_config_of(config)) is not None:
@@ -304,7 +305,7 @@ def routing_keys(config: Config, on_cpu: bool) -> Keys:
     return {"actor_rollout_ref.rollout.enable_rollout_routing_replay": replayed}
 
 
-def planned_level(config: Config, on_cpu: bool) -> str:
+def planned_level(config: Config, on_cpu: bool) -> Level:
     """Return the alignment level that the actor will apply, or `quant.align` if the model's config cannot be read.
 
     On a machine without a GPU this assumes compute capability 9.0 for a run on GPUs. On other GPUs the engine then has
@@ -313,7 +314,7 @@ def planned_level(config: Config, on_cpu: bool) -> str:
     hf_config = hf_config_of(config)
     if hf_config is None:
         return config.quant.align
-    return applied_level(config, hf_config, "cpu" if on_cpu else "cuda")[0]
+    return applied_level(config, hf_config, "cpu" if on_cpu else "cuda").level
 
 
 def hf_config_of(config: Config) -> Any:

@@ -40,8 +40,8 @@ from qarl.align.cpu_attention import uses_engine_attention
 from qarl.align.families import check_rows
 from qarl.align.packed_attention import use_rows_attention
 from qarl.align.router import replays
+from qarl.config.level import Level
 from qarl.errors import UserError
-from qarl.metrics.mismatch_limit import DEFAULT_LIMITS
 from qarl.quant.convert import quantize_model
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
 from qarl.quant.meta_model import check_buffers, restore_buffers
@@ -73,7 +73,7 @@ _log.setLevel(logging.INFO)
 
 _NO_LOGIT = -1e30
 """Replaces logits beyond the tokenizer's vocabulary. -inf would make the entropy NaN, because its probability is 0."""
-BF16_LIMIT = DEFAULT_LIMITS["linears"]
+BF16_LIMIT = Level.LINEARS.tolerance.mismatch
 """The limit of an actor without `fsdp_config.quant`: both sides use the same BF16 weights."""
 BF16_SOURCE = "that is allowed by default (+qarl=bf16 adds the key quant.mismatch_limit, which sets the limit)"
 
@@ -84,8 +84,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     quant: Any = None
     scheme = UNQUANTIZED
     ignore: tuple[str, ...] = ()
-    align: str = "off"
-    limit_level: str = "off"
+    align = Level.OFF
+    limit_level = Level.OFF
     """The level whose limit on the mismatch applies."""
     _head: forward.LogProbHead | None = None
     _outbox: DeltaSender | None = None
@@ -121,7 +121,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         report: Any = "linears: BF16 in the forward"
         if self.quant.lora.r:
             report = quantize_model(module, scheme=self.scheme, ignore=self.ignore, device=device)
-        elif self.scheme.quantized and self.quant.align != "off":
+        elif self.scheme.quantized and self.quant.align.low_bit:
             report = quantize_before_sharding(
                 module, scheme=self.scheme, ignore=self.ignore, device=device
             )

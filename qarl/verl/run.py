@@ -388,7 +388,7 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
         return [
             f"memory: not estimated ({str(error).splitlines()[0]}); python -m qarl.doctor says more"
         ]
-    align = applied_level(config, hf_config, device)[0]
+    align = applied_level(config, hf_config, device).level
     plan = estimate(size, config, device=device, gpu_memory_bytes=gpu_memory, align=align)
     phase, needed = plan.peak
     where = f"{device} of {readable(gpu_memory)}" if gpu_memory else device

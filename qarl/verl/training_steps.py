@@ -7,8 +7,8 @@ the first mini-batch, before the first update. If the run is refused, one genera
 - `check_noise_once` compares |δ| of each rank's first micro-batch with the actor's own rounding noise
   (`qarl.step.noise`). On a CPU the forward gets the arithmetic of level `model` where that exists. It does not for
   experts that are not quantized, because their replacements are made before FSDP2 shards them, and if an engine has
-  several workers (`qarl.align.levels.split_unavailable`). An actor without the section `quant` is not compared: its
-  engine may be quantized by other means, and that mismatch is what TBPO weighs.
+  several workers (`qarl.align.applied_level.split_unavailable`). An actor without the section `quant` is not
+  compared: its engine may be quantized by other means, and that mismatch is what TBPO weighs.
 
 `TrainingStep` checks whether a step may use the rollout's log-probs as old log-probs (`actor.old_log_probs`). QaRL's
 trainer sets `RELIES` in a batch if its `old_log_probs` are the rollout's. The forwards of the first mini-batch use the

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from qarl.config.level import Level
 from qarl.kernels.registry import LINEAR_KERNELS, Choice
 from qarl.quant.linear import QuantLinear
 from qarl.quant.state_dict import low_bit_layers
@@ -32,7 +33,7 @@ def test_log_probs_and_gradients(scheme: str) -> None:
     batch = make_batch(rollout, torch.zeros(4), torch.zeros(4), pad_token_id=0).to(device)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device)
-    policy = Policy(model, get_scheme(scheme, 64), ("lm_head",), align="model")
+    policy = Policy(model, get_scheme(scheme, 64), ("lm_head",), align=Level.MODEL)
     print(
         policy.align, sorted({layer.kernel.name for layer in low_bit_layers(policy.model).values()})
     )

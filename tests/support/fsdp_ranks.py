@@ -11,6 +11,7 @@ from ranks import RAYS, run_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
+from qarl.config.level import Level
 from qarl.config.lora import LoraConfig
 from qarl.lora.layers import Adapters
 from qarl.quant import get_scheme
@@ -106,7 +107,7 @@ def load_policy(model: str, scheme: str = "w4a16", lora: dict[str, int] | None =
         model, dtype=torch.bfloat16, attn_implementation="sdpa"
     )
     adapters = partial(Adapters, config=LoraConfig(**cast(Any, lora or {})), seed=42, base=model)
-    options: dict[str, Any] = {"align": "model", "adapters": adapters if lora else None}
+    options: dict[str, Any] = {"align": Level.MODEL, "adapters": adapters if lora else None}
     policy = Policy(loaded, get_scheme(scheme, group_size=32), ("lm_head",), **options)
     if policy.adapters:
         draw_b(policy.adapters)

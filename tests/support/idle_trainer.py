@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from qarl.checkpoint.storage import StorageError
+from qarl.config.level import Level
 from qarl.metrics.step_metrics import PhaseTimer
 from qarl.metrics.tracker import Tracker
 from qarl.rollout.publish.manifest import PublishReport
@@ -35,7 +36,7 @@ class Trainer:
         self.parts = SimpleNamespace(val_prompts=[1])
         model = SimpleNamespace(config=None)
         self.policy = SimpleNamespace(
-            report="", align="off", save=self.save, model=model, adapters=None
+            report="", align=Level.OFF, save=self.save, model=model, adapters=None
         )
         self.optimizer, self.tokenizer = SimpleNamespace(state_dict=dict), None
 

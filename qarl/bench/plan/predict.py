@@ -21,6 +21,7 @@ from qarl.bench.plan.work import Work
 from qarl.bench.report import markdown_table
 from qarl.checks.memory import MemoryEstimate, estimate
 from qarl.checks.model_size import ModelSize
+from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.schemes import Scheme, get_scheme
 
@@ -65,15 +66,15 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
     return rows
 
 
-def _levels(scheme: Scheme, *, adapters: bool) -> tuple[str, ...]:
+def _levels(scheme: Scheme, *, adapters: bool) -> tuple[Level, ...]:
     """Return the levels that are compared: `off`, at which the trainer is BF16, and `linears`, at which it is not.
     Adapters have no BF16 base for level `off`."""
     if not scheme.quantized:
-        return ("off",)
-    return ("linears",) if adapters else ("off", "linears")
+        return (Level.OFF,)
+    return (Level.LINEARS,) if adapters else (Level.OFF, Level.LINEARS)
 
 
-def _row(work: Work, rates: Rates, size: ModelSize, scheme: Scheme, level: str) -> dict[str, Any]:
+def _row(work: Work, rates: Rates, size: ModelSize, scheme: Scheme, level: Level) -> dict[str, Any]:
     """Return the prediction for one scheme and level."""
     plan = memory(work, rates, size, scheme.name, level)
     room = float(plan.kv_tokens) if rates.memory_bytes else float("inf")
@@ -84,7 +85,7 @@ def _row(work: Work, rates: Rates, size: ModelSize, scheme: Scheme, level: str) 
             where="tensor_parallel, gpu_memory_utilization",
             fix="raise one of these keys",
         )
-    low_bit = scheme.quantized and level != "off"
+    low_bit = scheme.quantized and level.low_bit
     step = Roofline(size, rates, work, scheme, room, low_bit=low_bit).step()
     phase, peak = plan.peak
     return {
@@ -101,7 +102,7 @@ def _row(work: Work, rates: Rates, size: ModelSize, scheme: Scheme, level: str) 
     }
 
 
-def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str) -> MemoryEstimate:
+def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: Level) -> MemoryEstimate:
     """Return the doctor's memory estimate: for one GPU, or on a CPU for the process."""
     on_gpu = bool(rates.memory_bytes)
     nodes = -(-work.gpus // GPUS_PER_NODE)

@@ -13,6 +13,7 @@ from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
 from random_models import save_random_model
 
+from qarl.config.level import Level
 from qarl.data.prompts import load_prompts
 from qarl.quant import Scheme, get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
@@ -63,7 +64,7 @@ def load_policy(folder: Path, scheme: Scheme, level: str) -> Policy:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="sdpa"
     )
-    return Policy(model, scheme, ("lm_head",), align=level)
+    return Policy(model, scheme, ("lm_head",), align=Level(level))
 
 
 def sample(

@@ -13,6 +13,7 @@ from engine_helpers import config
 from transformers import AutoModelForCausalLM
 
 from qarl.checks.generation import check_sampling
+from qarl.config.level import Level
 from qarl.config.schema import MIN_TEMPERATURE
 from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import MismatchError
@@ -215,10 +216,10 @@ def test_what_vllm_changes_or_refuses_is_our_error(sampling, words):
 
 def test_sets_that_the_memory_cannot_hold_are_refused(tmp_path):
     run = config(tmp_path, *OVERRIDES, "rollout.top_p=0.9")
-    check_sampling(run, level="model", vocabulary=100)
+    check_sampling(run, level=Level.MODEL, vocabulary=100)
     with pytest.raises(UserError, match="GiB; the limit is 4 GiB"):
-        check_sampling(run, level="model", vocabulary=20_000_000)
-    check_sampling(config(tmp_path, *OVERRIDES), level="linears", vocabulary=20_000_000)
+        check_sampling(run, level=Level.MODEL, vocabulary=20_000_000)
+    check_sampling(config(tmp_path, *OVERRIDES), level=Level.LINEARS, vocabulary=20_000_000)
 
 
 def test_truncation_on_a_gpu_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
@@ -235,6 +236,6 @@ def test_truncation_on_a_gpu_is_refused_before_anything_is_loaded(tmp_path, monk
     monkeypatch.setattr("qarl.checks.model.runs_on_cpu", lambda backend: False)
     with pytest.raises(UserError, match="no GPU has shown"):
         prepare_run(run)
-    monkeypatch.setattr("qarl.align.levels.model_unavailable", lambda *_: "is not built")
+    monkeypatch.setattr("qarl.align.applied_level.model_unavailable", lambda *_: "is not built")
     with pytest.raises(UserError, match="fell back to linears"):
         prepare_run(run)

@@ -16,6 +16,7 @@ from engine_helpers import config as run_config
 from qarl.checkpoint.model_files import ModelFiles, model_of
 from qarl.checks import model_folder
 from qarl.checks.model import refuse_hidden_code
+from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.rollout.engine_config import EngineConfig, llm_arguments
@@ -99,7 +100,7 @@ def test_a_folders_code_runs_only_where_the_config_says_so(
 @pytest.mark.parametrize("trust", [False, True])
 def test_the_engine_is_told(trust: bool) -> None:
     settings = run_config(ROOT, f"model.trust_remote_code={str(trust).lower()}")
-    engine = prepare.engine_config(settings, SimpleNamespace(align="model", adapters=None))
+    engine = prepare.engine_config(settings, SimpleNamespace(align=Level.MODEL, adapters=None))
     assert engine.trust_remote_code is trust
     assert llm_arguments(engine)["trust_remote_code"] is trust
     assert llm_arguments(EngineConfig("x", get_scheme("bf16"), (), 8))["trust_remote_code"] is False

@@ -12,6 +12,7 @@ from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
 from qarl.checks.model import PLAIN_HEADS, check_head
+from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutBatch, RolloutEngine, SamplingConfig
@@ -104,7 +105,7 @@ def test_the_engine_samples_from_fp32_logits(folder):
     """With both sides in FP32, log-probs differ by FP32 roundings; with one side in BF16, by BF16 roundings."""
     largest = {}
     for name in ("fp32", "model"):
-        made = policy(folder, name, align="exact")
+        made = policy(folder, name, align=Level.EXACT)
         with RolloutEngine(
             EngineConfig(
                 str(folder),
@@ -122,7 +123,7 @@ def test_the_engine_samples_from_fp32_logits(folder):
         responses = make_batch(rollout, torch.zeros(6), torch.zeros(6), pad_token_id=0)
         for other in ("fp32", "model"):
             with torch.no_grad():
-                own = policy(folder, other, align="exact").response_log_probs(
+                own = policy(folder, other, align=Level.EXACT).response_log_probs(
                     responses, slice(0, 6), temperature=1.0
                 )
             largest[name, other] = float(

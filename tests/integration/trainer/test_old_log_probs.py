@@ -11,6 +11,7 @@ from engine_helpers import config
 from transformers import AutoModelForCausalLM
 from updating_trainer import through_checkpoint
 
+from qarl.config.level import Level
 from qarl.metrics.step_metrics import PhaseTimer
 from qarl.objectives.settings import objective_settings
 from qarl.quant import get_scheme
@@ -79,7 +80,7 @@ class Steps(LocalTrainer):
             False,
             [],
         )
-        self.replace_policy(Policy(model, get_scheme("w8a8"), ("lm_head",), align="linears"))
+        self.replace_policy(Policy(model, get_scheme("w8a8"), ("lm_head",), align=Level.LINEARS))
         self.recovery, self.tokenizer = SimpleNamespace(rebuilds=0), None
         self.spoil: dict[int, list[int]] = {}
         """Step -> rows whose first rollout log-prob is the next larger FP32 number."""

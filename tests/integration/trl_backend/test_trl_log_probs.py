@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
+from qarl.config.level import Level
 from qarl.schemes import get_scheme
 from qarl.trainer.policy import Policy
 from qarl.trl.log_probs import as_batch, log_probs_of_rows
@@ -45,7 +46,7 @@ def test_log_probs_and_entropies_are_trls(pristine_model: Path) -> None:
     expected, entropies, _ = GRPOTrainer._get_per_token_logps_and_entropies(
         trls, models[0], ids, mask, keep, compute_entropy=True
     )
-    policy = Policy(models[1], get_scheme("bf16"), (), align="off")
+    policy = Policy(models[1], get_scheme("bf16"), (), align=Level.OFF)
     batch = as_batch(ids, mask, keep)
     log_probs, our_entropies = log_probs_of_rows(
         policy, batch, slice(0, 3), temperature=temperature, entropies=True
@@ -59,7 +60,7 @@ def test_log_probs_and_entropies_are_trls(pristine_model: Path) -> None:
 
 def test_micro_batches_do_not_change_the_bits(pristine_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(pristine_model, dtype=torch.bfloat16)
-    policy = Policy(model, get_scheme("w8a8"), ("lm_head",), align="model")
+    policy = Policy(model, get_scheme("w8a8"), ("lm_head",), align=Level.MODEL)
     batch = as_batch(*trls_rows())
     whole, _ = log_probs_of_rows(policy, batch, slice(0, 3), temperature=1.0, entropies=False)
     parts = [

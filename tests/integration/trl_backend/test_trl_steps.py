@@ -22,8 +22,9 @@ from metrics_table import misplaced
 from random_models import save_random_model
 
 from qarl.align.levels import engine_arithmetic
+from qarl.config.level import Level
 from qarl.errors import UserError
-from qarl.metrics.mismatch_limit import DEFAULT_LIMITS, MismatchError
+from qarl.metrics.mismatch_limit import MismatchError
 from qarl.quant.convert import published_forward
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.tbpo import tbpo_loss
@@ -191,7 +192,7 @@ def test_another_model_in_the_engine_is_found_before_the_first_update(
         build(model, tmp_path, monkeypatch, quant_align=level, wrong=1.5).train()
     assert "quant_mismatch_limit" in str(caught.value)
     assert not [key for key in RUN_KEYS if "." in key and key in str(caught.value)]
-    limit = DEFAULT_LIMITS[level]
+    limit = Level(level).tolerance.mismatch
     build(
         model, tmp_path, monkeypatch, quant_align=level, wrong=1.5, quant_mismatch_limit=limit
     ).train()

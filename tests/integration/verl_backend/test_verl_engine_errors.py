@@ -16,6 +16,7 @@ from verl.utils.torch_functional import logprobs_from_logits_v2
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
+from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.kernels.cuda import layer_ops
 from qarl.kernels.log_probs import log_probs_of_logits
@@ -151,7 +152,7 @@ def test_an_engine_without_graphs_keeps_the_limit_of_linears(monkeypatch, eager,
 
 def test_a_mismatch_after_the_first_update_is_a_warning(caplog):
     engine = quantized_engine()
-    engine.limit_level = "model"
+    engine.limit_level = Level.MODEL
     engine.steps.run = RunState.TRAINED
     with caplog.at_level("WARNING", logger="qarl.verl"):
         assert not engine._check_limit(TrainingStep(), 1e-4, 50.0)

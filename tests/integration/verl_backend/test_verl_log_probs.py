@@ -17,6 +17,7 @@ from fsdp_ranks import BANDS, OURS, QUANT, SETTINGS, as_batch, make_rows, run_en
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
+from qarl.config.level import Level
 from qarl.quant import get_scheme
 from qarl.quant.meta_model import wrong_buffers
 from qarl.trainer.policy import Policy
@@ -91,7 +92,7 @@ def local_log_probs(
         {name: tensor.bfloat16() for name, tensor in masters.items()}, strict=False
     )
     assert not wrong_buffers(loaded)
-    policy = Policy(loaded, get_scheme(scheme, group_size=32), ("lm_head",), align="model")
+    policy = Policy(loaded, get_scheme(scheme, group_size=32), ("lm_head",), align=Level.MODEL)
     with torch.no_grad():
         return policy.response_log_probs(as_batch(batch), slice(0, 8), temperature=1.0)
 

@@ -19,6 +19,7 @@ from random_models import save_random_model
 from verl_runs import REWARD, run_quickstart, start
 
 from qarl.checkpoint.model_files import linears_of, packed, read_tensors
+from qarl.config.level import Level
 from qarl.metrics.mismatch_limit import resolve_limit
 from qarl.metrics.tracker import read_metrics
 from qarl.quant import get_scheme
@@ -123,7 +124,7 @@ def test_experts_on_two_ranks_of_one_engine(tmp_path, experts, data, scheme):
     run_dir = run_quickstart(tmp_path, experts, data, changes)
     first, second = [entry for entry in read_metrics(run_dir) if entry["step"] > 0]
     for entry in (first, second):
-        limit = resolve_limit(None, "linears", response_length=entry["response_length/mean"])
+        limit = resolve_limit(None, Level.LINEARS, response_length=entry["response_length/mean"])
         assert 0 < entry["mismatch/abs_mean"] <= limit and entry["mismatch/over_limit"] == 0
         assert 0 <= entry["mismatch/other_experts_frac"] < 0.5
     assert not any(

@@ -15,9 +15,10 @@ from random_models import save_random_model
 from torch.nn.modules.module import register_module_forward_hook
 
 from qarl.align import align_model
+from qarl.align.applied_level import resolve_level
 from qarl.align.cpu import AlignedAttention, AlignedRMSNorm, _Turn, add_residual, align_module
-from qarl.align.levels import resolve_level
 from qarl.align.router import recorded_routing, replayed_routing
+from qarl.config.level import Level
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.kernels.registry import Choice
 from qarl.quant import QuantLinear, quantize_model
@@ -326,11 +327,11 @@ def test_what_is_not_built_falls_back_and_says_why(case):
 
 def test_a_level_is_resolved_without_a_model():
     windows = transformers.Qwen2Config(**SIZES, **HEADS, **WINDOWS)
-    level, why = resolve_level(windows, "model", device_type="cpu", kernels=set())
-    assert level == "linears" and "not for sliding windows" in why[0]
-    for asked in ("model", "exact"):
-        level, why = resolve_level(LLAMA, asked, device_type="cuda", kernels=set(), workers=2)
-        assert level == "linears" and "each worker" in why[-1]
+    applied = resolve_level(windows, Level.MODEL, device_type="cpu", kernels=set())
+    assert applied.level == "linears" and "not for sliding windows" in applied.why_lower[0]
+    for asked in (Level.MODEL, Level.EXACT):
+        applied = resolve_level(LLAMA, asked, device_type="cuda", kernels=set(), workers=2)
+        assert applied.level == "linears" and "each worker" in applied.why_lower[-1]
 
 
 @needs_engine_attention

@@ -15,8 +15,8 @@ from checkout import ROOT
 from cpu_features import needs_vllm_cpu
 
 from qarl.align import align_model, rotary
+from qarl.align.applied_level import AppliedLevel, resolve_level, rotary_unavailable
 from qarl.align.families import FAMILIES
-from qarl.align.levels import resolve_level, rotary_unavailable
 from qarl.align.model_config import TABLE, verdict
 from qarl.align.rotary import INTERLEAVED, PARTIAL, is_plain, match_rotary
 from qarl.checks.machine import this_machine
@@ -24,6 +24,7 @@ from qarl.checks.model import check_architecture, check_served
 from qarl.checks.model_folder import load_hf_config
 from qarl.checks.registry import check_run
 from qarl.config import load_config
+from qarl.config.level import Level
 from qarl.doctor.examination import run_checks
 from qarl.errors import UserError
 from qarl.kernels.cpu import layer_ops
@@ -120,7 +121,8 @@ def test_rotary_embeddings_that_both_sides_make_are_served_at_level_model(family
     config = make(family, **experts, **rotary_rows()[f"rotary {name}"])
     assert match_rotary(config).equal and match_rotary(config).near
     assert is_plain(config) == name.startswith(("default", "llama3"))
-    assert resolve_level(config, "model", device_type="cpu", kernels=set()) == ("exact", ())
+    applied = resolve_level(config, Level.MODEL, device_type="cpu", kernels=set())
+    assert applied == AppliedLevel(Level.MODEL, Level.EXACT)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     tokens = torch.arange(300)[None] % 64
@@ -144,8 +146,9 @@ def test_rotary_embeddings_that_both_sides_make_are_served_at_level_model(family
 def test_a_lower_level_says_why(keys, arguments, split, reason, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", split)
     where = {"device_type": "cpu", "kernels": set()} | arguments
-    level, reasons = resolve_level(make("llama", **keys), "exact", **where)
-    assert level != "exact" and any(reason in line for line in reasons), reasons
+    applied = resolve_level(make("llama", **keys), Level.EXACT, **where)
+    assert applied.level < applied.asked
+    assert any(reason in line for line in applied.why_lower), applied.why_lower
 
 
 @needs_vllm_cpu
@@ -172,7 +175,7 @@ def test_families_that_lay_their_cosines_out_in_another_way_are_near(family):
 
 def test_a_launcher_without_a_gpu_leaves_the_rotary_embedding_to_the_trainer(monkeypatch):
     """Otherwise it would start engines for a lower level than the trainer's."""
-    for module in ("qarl.process", "qarl.align.levels"):
+    for module in ("qarl.process", "qarl.align.applied_level"):
         monkeypatch.setattr(f"{module}.vllm_without_device", lambda: "no device")
     config = with_rotary("qwen3", YARN)
     assert rotary_unavailable(config, "cuda") is None

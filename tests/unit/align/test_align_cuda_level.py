@@ -25,7 +25,8 @@ from contract_checks import (
 from cpu_features import needs_vllm_cpu
 
 from qarl.align import align_model, cuda
-from qarl.align.levels import resolve_level, unconfirmed
+from qarl.align.applied_level import resolve_level, unconfirmed
+from qarl.config.level import Level
 from qarl.kernels.cuda import layer_ops
 from qarl.trainer.policy import Policy
 
@@ -136,10 +137,10 @@ def test_the_level_says_if_no_device_has_confirmed_it(monkeypatch: pytest.Monkey
         (ROOT / "benchmarks/results" / file).is_file() for file in layer_ops.CONTRACTS.values()
     )
     monkeypatch.setattr(layer_ops, "CONTRACTS", layer_ops.CONTRACTS | {"rms_norm": ""})
-    assert "rounds in rms_norm, so" in str(unconfirmed("model", "cuda", config, eager=False))
+    assert "rounds in rms_norm, so" in str(unconfirmed(Level.MODEL, "cuda", config, eager=False))
     assert all(
         unconfirmed(*place, config, eager=True) is None
-        for place in (("linears", "cuda"), ("model", "cpu"))
+        for place in ((Level.LINEARS, "cuda"), (Level.MODEL, "cpu"))
     )
     report = align_model(transformers.Qwen3ForCausalLM(config).bfloat16(), "model", device=GPU)
     assert "unconfirmed: no GPU has confirmed" in str(report) and report.limit_level == "linears"
@@ -182,14 +183,14 @@ def test_some_runs_promise_no_mismatch_on_a_confirmed_device(
 def test_where_the_level_is_built(
     config: Any, device: str, capability: Any, level: str, why: str
 ) -> None:
-    resolved, reasons = resolve_level(
-        config, "model", device_type=device, kernels=set(), capability=capability
+    applied = resolve_level(
+        config, Level.MODEL, device_type=device, kernels=set(), capability=capability
     )
-    assert resolved == level and why in "".join(reasons)
-    resolved, reasons = resolve_level(
-        config, "exact", device_type=device, kernels=set(), capability=capability
+    assert applied.level == level and why in "".join(applied.why_lower)
+    applied = resolve_level(
+        config, Level.EXACT, device_type=device, kernels=set(), capability=capability
     )
-    assert resolved == level and reasons
+    assert applied.level == level and applied.why_lower
 
 
 def test_vllm_takes_the_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,9 +218,9 @@ def test_vllm_takes_the_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> No
         assert (engine_arguments.items() <= arguments.items()) == (asked and not eager)
 
 
-@pytest.mark.parametrize(("applied", "one_split"), [("linears", False), ("model", True)])
+@pytest.mark.parametrize(("applied", "one_split"), [(Level.LINEARS, False), (Level.MODEL, True)])
 def test_the_engine_follows_the_level_that_applies(
-    applied: str, one_split: bool, monkeypatch: pytest.MonkeyPatch
+    applied: Level, one_split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With experts, or on another GPU than Hopper, one split would only cost speed. The config asks for `model`."""
     from qarl.config import load_config
@@ -231,7 +232,7 @@ def test_the_engine_follows_the_level_that_applies(
     started: list[EngineConfig] = []
     monkeypatch.setattr(local, "RolloutEngine", started.append)
     model = transformers.AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
-    policy = Policy(model, get_scheme("bf16"), (), align="model")
+    policy = Policy(model, get_scheme("bf16"), (), align=Level.MODEL)
     policy.align = applied
     parts: Any = RunParts(policy, *[None] * 7)
     local.LocalTrainer(load_config(["config=quickstart.yaml"]), parts)

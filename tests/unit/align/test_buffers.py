@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.proofs.families import rotary_rows
 from qarl.align.families import FAMILIES, SHOWN
+from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.quant.meta_model import check_buffers, restore_buffers, wrong_buffers
@@ -77,7 +78,7 @@ def test_a_changed_bit_is_noticed(tmp_path):
 def test_a_policy_refuses_a_model_that_was_cast(tmp_path):
     model = load(save_random_model(tmp_path / "model", "qwen3"), torch.float32).to(torch.bfloat16)
     with pytest.raises(UserError, match=r"rotary_emb\.\w*inv_freq is not what"):
-        Policy(model, get_scheme("w4a16", group_size=32), ("lm_head",), align="linears")
+        Policy(model, get_scheme("w4a16", group_size=32), ("lm_head",), align=Level.LINEARS)
 
 
 def test_a_rounded_buffer_of_the_checkpoint_is_refused(tmp_path):

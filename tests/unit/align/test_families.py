@@ -20,8 +20,8 @@ from qarl.align.families import (
     shown_mismatch,
 )
 from qarl.checks.model import level_notes
+from qarl.config.level import Level
 from qarl.errors import UserError
-from qarl.metrics.mismatch_limit import DEFAULT_LIMITS
 
 OTHER_EXPERTS = ("mellum", "olmoe")
 """Mixtures of experts that agreed here. They are refused: nothing else of their routers was compared."""
@@ -52,7 +52,7 @@ def test_the_table_is_what_was_measured():
         family: mean for family, mean in agreed.items() if family not in (*FAMILIES, *OTHER_EXPERTS)
     }
     assert {family: float(f"{mean:.1e}") for family, mean in listed.items()} == SHOWN
-    assert max(SHOWN.values()) < DEFAULT_LIMITS["linears"] / 5
+    assert max(SHOWN.values()) < Level.LINEARS.tolerance.mismatch / 5
 
 
 def test_what_is_neither_aligned_nor_measured_is_refused_by_name():

@@ -18,6 +18,7 @@ from qarl.align.packed_attention import (
     use_rows_attention,
     varlen_attention,
 )
+from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.trainer.policy import Policy
@@ -77,9 +78,9 @@ def test_rows_that_attention_cannot_tell_apart_are_not_packed():
         check_rows(config, packed=True)
     check_rows(config, packed=False)
     check_rows(random_model("mistral").config, packed=True)
-    policy = Policy(random_model("falcon"), get_scheme("bf16"), ("lm_head",), align="off")
+    policy = Policy(random_model("falcon"), get_scheme("bf16"), ("lm_head",), align=Level.OFF)
     assert not policy.packed
-    assert Policy(random_model("mistral"), get_scheme("bf16"), ("lm_head",), align="off").packed
+    assert Policy(random_model("mistral"), get_scheme("bf16"), ("lm_head",), align=Level.OFF).packed
 
 
 @torch.no_grad()

@@ -11,10 +11,11 @@ from family_models import random_model
 
 from qarl.align.levels import engine_arithmetic
 from qarl.align.rounding_noise import Roots, other_roundings
+from qarl.config.level import Level
 from qarl.config.lora import LoraConfig
 from qarl.kernels.cpu import bf16_linear
 from qarl.lora.layers import Adapters
-from qarl.metrics.mismatch_limit import noise_limit, times_noise
+from qarl.metrics.mismatch_limit import times_noise
 from qarl.quant.convert import published_forward, quantize_model
 from qarl.schemes import get_scheme
 
@@ -40,7 +41,7 @@ def test_an_unrounded_model_is_within_the_noise_and_other_models_are_not(family)
     unrounded = random_model(family)
     model = copy.deepcopy(unrounded).bfloat16()
     unrounded.load_state_dict(model.state_dict())
-    limit = noise_limit("linears", TOKENS[:, 1:].numel())
+    limit = Level.LINEARS.tolerance.noise_limit(TOKENS[:, 1:].numel())
     assert times(model, unrounded) < limit
     rotary = unrounded.base_model.rotary_emb
     rotary.inv_freq = rotary.inv_freq * 0.9
@@ -107,8 +108,9 @@ def test_the_engines_arithmetic_is_taken_back_where_the_family_has_it(family):
     attention = model.config._attn_implementation
     with torch.no_grad():
         before = log_probs(model)
-        with engine_arithmetic(model) as exists:
-            assert exists == (family != "mistral") != torch.equal(log_probs(model), before)
+        with engine_arithmetic(model) as level:
+            assert level == (None if family == "mistral" else Level.MODEL)
+            assert torch.equal(log_probs(model), before) == (level is None)
         assert torch.equal(log_probs(model), before)
     assert {name: type(module) for name, module in model.named_modules()} == classes
     assert model.config._attn_implementation == attention

@@ -11,10 +11,12 @@ from checkout import ROOT
 from engine_helpers import config
 from transformers import CONFIG_MAPPING
 
+from qarl.align.applied_level import AppliedLevel
 from qarl.align.levels import EXACT_PROMPT, AlignReport
 from qarl.checks import model as checks_of_model
 from qarl.checks.exactness import ONE_BY_ONE, exceptions
 from qarl.checks.model import level_notes
+from qarl.config.level import Level
 from qarl.doctor.model import alignment
 from qarl.process import thread_count
 
@@ -62,28 +64,29 @@ def test_adapters_of_small_linears(
         assert ("q_proj" if targets else "k_proj") in said[0]
 
 
-@pytest.mark.parametrize("level", ["off", "linears", "model", "exact"])
+@pytest.mark.parametrize("level", Level)
 def test_only_the_level_exact_has_exceptions(
-    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the notes of a run, and in the doctor."""
-    monkeypatch.setattr(checks_of_model, "applied_level", lambda *_: (level, ()))
+    applied = AppliedLevel(level, level)
+    monkeypatch.setattr(checks_of_model, "applied_level", lambda *_: applied)
     settings = config(
         tmp_path, f"quant.align={level}", "trainer.num_threads=2", "data.max_prompt_length=3000"
     )
     found = exceptions(settings, tiny())
     assert len(found) == 1
     assert (found[0] in level_notes(settings, tiny())) == (level == "exact")
-    whats = [finding.what for finding in alignment(settings, (level, ()), None, tiny())]
+    whats = [finding.what for finding in alignment(settings, applied, None, tiny())]
     assert (found[0] in whats) == (level == "exact")
 
 
-@pytest.mark.parametrize("asked", ["model", "exact"])
-def test_the_log_says_for_which_prompts(asked: str) -> None:
-    many = str(AlignReport(asked, "exact", {}, threads=2))
+@pytest.mark.parametrize("asked", [Level.MODEL, Level.EXACT])
+def test_the_log_says_for_which_prompts(asked: Level) -> None:
+    many = str(AlignReport(asked, Level.EXACT, threads=2))
     assert "for prompts of up to about 300 tokens, with 2 threads" in many
-    assert "prompts" not in str(AlignReport(asked, "exact", {}, threads=1))
-    assert "prompts" not in str(AlignReport(asked, "linears", {}, threads=2))
+    assert "prompts" not in str(AlignReport(asked, Level.EXACT, threads=1))
+    assert "prompts" not in str(AlignReport(asked, Level.LINEARS, threads=2))
 
 
 def test_the_pages_name_the_same_limits() -> None:

@@ -125,7 +125,7 @@ def test_activations_are_what_autograd_keeps(
     """Bytes of one row; the difference of three layers and one layer leaves out what is not in the blocks."""
     if level == "model":  # on a CPU it is `exact`, if the engine's operator can be called
         monkeypatch.setattr(
-            "qarl.align.levels.exact_unavailable", lambda *_: "without the operator"
+            "qarl.align.applied_level.exact_unavailable", lambda *_: "without the operator"
         )
     saved = []
     for layers in (1, 3):

@@ -14,6 +14,7 @@ from random_models import save_random_model
 from torch import nn
 
 import qarl.checks.activation_memory
+from qarl.config.level import Level
 from qarl.kernels import log_probs as kernel
 from qarl.kernels.cpu import bf16_linear
 from qarl.kernels.log_probs import (
@@ -186,7 +187,7 @@ def test_the_policy_in_blocks(
     results = []
     for limit in (kernel.LOGITS_AT_A_TIME, 100):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        policy = Policy(model, get_scheme("w4a16", 32), ("lm_head",), align=align)
+        policy = Policy(model, get_scheme("w4a16", 32), ("lm_head",), align=Level(align))
         monkeypatch.setattr(kernel, "LOGITS_AT_A_TIME", limit)
         monkeypatch.setattr(policy_module, "LOGITS_AT_A_TIME", limit)
         assert policy.logits_in_blocks(3 * 40) == (limit == 100)

@@ -6,30 +6,30 @@ import math
 
 import pytest
 
+from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import (
     MismatchError,
     check_mismatch,
     check_noise,
-    noise_limit,
     resolve_limit,
     times_noise,
 )
 
 MISTAKES = [
-    ("model", 3.4e-2, "biases that no publish writes"),
-    ("linears", 1.5, "partial_rotary_factor of one side"),
-    ("off", 1.5, "partial_rotary_factor of one side"),
+    (Level.MODEL, 3.4e-2, "biases that no publish writes"),
+    (Level.LINEARS, 1.5, "partial_rotary_factor of one side"),
+    (Level.OFF, 1.5, "partial_rotary_factor of one side"),
 ]
 
 
 def test_the_temperature_by_hand():
     for temperature, scale in ((1.0, 1), (2.0, 1), (0.5, 2), (0.25, 4), (0.1, 4), (0.005, 4)):
-        for level, base in (("model", 6e-3), ("linears", 0.15), ("off", 1.0)):
+        for level, base in ((Level.MODEL, 6e-3), (Level.LINEARS, 0.15), (Level.OFF, 1.0)):
             limit = resolve_limit(None, level, response_length=200, temperature=temperature)
             assert limit == pytest.approx(scale * base, rel=1e-12)
-        assert resolve_limit(None, "exact", temperature=temperature) == 1e-4
-        assert resolve_limit(0.02, "model", temperature=temperature) == 0.02
+        assert resolve_limit(None, Level.EXACT, temperature=temperature) == 1e-4
+        assert resolve_limit(0.02, Level.MODEL, temperature=temperature) == 0.02
 
 
 @pytest.mark.parametrize(("level", "abs_mean", "what"), MISTAKES)
@@ -52,13 +52,13 @@ def test_known_mistakes_are_an_error_first_and_a_warning_later(level, abs_mean, 
 @pytest.mark.parametrize(
     ("limit", "level", "length", "expected"),
     [
-        (None, "model", 0, 5e-3),
-        (None, "model", 80, 5.4e-3),
-        (None, "model", 1000, 1e-2),
-        (None, "model", 100_000, 1e-2),
-        (None, "model", None, 1e-2),
-        (0.0, "off", 10, 0.0),
-        (3.0, "exact", None, 3.0),
+        (None, Level.MODEL, 0, 5e-3),
+        (None, Level.MODEL, 80, 5.4e-3),
+        (None, Level.MODEL, 1000, 1e-2),
+        (None, Level.MODEL, 100_000, 1e-2),
+        (None, Level.MODEL, None, 1e-2),
+        (0.0, Level.OFF, 10, 0.0),
+        (3.0, Level.EXACT, None, 3.0),
     ],
 )
 def test_limits_by_hand(limit, level, length, expected):
@@ -82,15 +82,15 @@ def test_times_noise_by_hand(deltas, noises, expected):
 def test_the_limit_on_the_noise_by_hand():
     """Three standard errors more than for very many tokens: 30% of 100 tokens, 300% of one."""
     for level, tokens, expected in (
-        ("off", 100, 1.56),
-        ("linears", 900, 1.32),
-        ("model", 100, 0.52),
-        ("model", 1, 1.6),
+        (Level.OFF, 100, 1.56),
+        (Level.LINEARS, 900, 1.32),
+        (Level.MODEL, 100, 0.52),
+        (Level.MODEL, 1, 1.6),
     ):
-        assert noise_limit(level, tokens) == pytest.approx(expected, rel=1e-12)
+        assert level.tolerance.noise_limit(tokens) == pytest.approx(expected, rel=1e-12)
         check_noise(0.999 * expected, level=level, tokens=tokens)
         for over in (1.001 * expected, math.nan, math.inf):
             with pytest.raises(MismatchError, match=f"quant.align={level} allows"):
                 check_noise(over, level=level, tokens=tokens)
-    check_noise(5.0, level="exact", tokens=100)
-    check_noise(math.nan, level="linears", tokens=0)
+    check_noise(5.0, level=Level.EXACT, tokens=100)
+    check_noise(math.nan, level=Level.LINEARS, tokens=0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from qarl.config.level import Level
 from qarl.metrics.mismatch_limit import MismatchError
 from qarl.schemes import get_scheme
 from qarl.step import noise
@@ -42,9 +43,9 @@ def test_the_closest_forward_is_compared(
     entered: list[str] = []
 
     @contextmanager
-    def arithmetic(*arguments: Any, **more: Any) -> Iterator[bool]:
+    def arithmetic(*arguments: Any, **more: Any) -> Iterator[Level | None]:
         entered.append("arithmetic")
-        yield exists
+        yield Level.MODEL if exists else None
 
     @contextmanager
     def published(*arguments: Any, **more: Any) -> Iterator[None]:
@@ -57,8 +58,8 @@ def test_the_closest_forward_is_compared(
         Model(),
         get_scheme(scheme),
         (),
-        align=align,
-        limit_level=align,
+        align=Level(align),
+        limit_level=Level(align),
         can_be_aligned=can_be_aligned,
     )
     mask = torch.tensor([[True, True, False]])
@@ -71,12 +72,12 @@ def test_the_closest_forward_is_compared(
 
 def test_all_ranks_are_judged_together() -> None:
     """Half of the tokens have no difference, and the others three times the noise."""
-    far = NoiseComparison("model", delta=300.0, noise=100.0, tokens=10_000.0)
+    far = NoiseComparison(Level.MODEL, delta=300.0, noise=100.0, tokens=10_000.0)
     with pytest.raises(MismatchError, match="compute different models"):
         far.check()
     far.over_ranks(lambda sums: [sums[0], sums[1] * 10, sums[2] * 2]).check()
 
 
 def test_who_is_compared() -> None:
-    assert has_noise_limit("linears", None) and has_noise_limit("model", None)
-    assert not has_noise_limit("exact", None) and not has_noise_limit("model", 0.5)
+    assert has_noise_limit(Level.LINEARS, None) and has_noise_limit(Level.MODEL, None)
+    assert not has_noise_limit(Level.EXACT, None) and not has_noise_limit(Level.MODEL, 0.5)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from updating_trainer import updating_trainer
 
 from qarl.align.cpu_attention import uses_engine_attention
+from qarl.config.level import Level
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, fill, lay_out, make_batch
@@ -50,7 +51,7 @@ def make_policy(folder: Path, level: str, scheme: str = "w4a16", *, packed: bool
         folder, dtype=torch.bfloat16, attn_implementation="sdpa"
     )
     return Policy(
-        model, get_scheme(scheme, group_size=32), ("lm_head",), align=level, packed=packed
+        model, get_scheme(scheme, group_size=32), ("lm_head",), align=Level(level), packed=packed
     )
 
 

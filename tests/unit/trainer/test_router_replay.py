@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from qarl.align.router import recorded_routing
 from qarl.config import load_config
+from qarl.config.level import Level
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch
@@ -29,7 +30,7 @@ def folder(tmp_path_factory) -> Path:
 def make_policy(folder: Path, *, router_replay: str = "auto") -> Policy:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     return Policy(
-        model, get_scheme("bf16"), ("lm_head",), align="linears", router_replay=router_replay
+        model, get_scheme("bf16"), ("lm_head",), align=Level.LINEARS, router_replay=router_replay
     )
 
 

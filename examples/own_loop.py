@@ -71,9 +71,8 @@ def main(argv: Sequence[str]) -> None:
         EngineConfig(folder, SCHEME, IGNORE, max_model_len=32 + MAX_TOKENS, kv_cache_gib=0.25)
     )
 
-    engine.publish(
-        packed_state_dict(model), version=0
-    )  # the engine starts stale: it generates only after this
+    # The engine starts stale: it generates only after this.
+    engine.publish(packed_state_dict(model), version=0)
     for step in range(steps):
         chosen = [
             prompts[(step * PROMPTS + i) % len(prompts)]
@@ -102,9 +101,8 @@ def main(argv: Sequence[str]) -> None:
         optimizer.accumulate()  # FP32 sums, FP32 master weights
         optimizer.clip_grad_norm(1.0)
         optimizer.step()
-        engine.publish(
-            packed_state_dict(model), version=step + 1
-        )  # the tensors that the next forward multiplies by
+        # The tensors that the next forward multiplies by.
+        engine.publish(packed_state_dict(model), version=step + 1)
         ratio = reduce_metrics([statistics])["actor/seq_ratio_mean"]
         print(
             f"step {step + 1}: reward {rewards.mean():.3f}, mean |δ| {delta:.1e}, mean ratio {ratio:.3f}"

@@ -6,6 +6,7 @@ with code 2. Bugs of QaRL raise ordinary exceptions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -21,6 +22,12 @@ class UserError(Exception):
         self.fix = fix
         parts = [("", what), ("where: ", where), ("why: ", why), ("fix: ", fix)]
         super().__init__("\n  ".join(label + text for label, text in parts if text))
+
+
+def alternatives(words: Sequence[str]) -> str:
+    """Return `words` as a choice: `a, b or c`."""
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def shortened(value: Any, length: int = 200) -> str:

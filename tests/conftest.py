@@ -24,6 +24,7 @@ from config_problems import MINIMAL
 from verl_runs import quickstart
 
 from qarl.config import write_resolved
+from qarl.schemes.w4a16 import W4A16
 
 FOLDER_MARKS = {
     "bench": "long",
@@ -212,7 +213,7 @@ def startable_run(
     for module in (machine, model):
         monkeypatch.setattr(module, "runs_on_cpu", lambda backend: True)
     monkeypatch.setattr(machine, "vllm_unusable", machine.vllm_missing)
-    monkeypatch.setattr(machine, "cpu_flags", lambda: set(machine.W4A16_CPU_FLAGS))
+    monkeypatch.setattr(machine, "cpu_flags", lambda: set(W4A16.cpu_flags))
     monkeypatch.chdir(tmp_path)
     shutil.copytree(pristine_model, "model")
     Path("run.yaml").write_text(CONFIG)

@@ -28,7 +28,7 @@ from benchmarks.proofs.shard_costs import (
 )
 from qarl.bench.model import default_group_size
 from qarl.bench.plan.traffic import dense_linears
-from qarl.checks.model_size import ModelSize, wire_bytes
+from qarl.checks.model_size import ModelSize
 from qarl.kernels.experts import TritonExperts, fused_experts
 from qarl.kernels.vllm_experts import Experts
 from qarl.quant.experts import ExpertsInOneCopy
@@ -154,7 +154,7 @@ def dense_phases(size: ModelSize, scheme_name: str, group_size: int, tokens: int
     with counting() as counter:
         outputs = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
     rows = sum(2 * tokens * (n + k) for n, k in shapes)
-    weights = sum(wire_bytes(scheme_name, group_size, shape) for shape in shapes)
+    weights = sum(get_scheme(scheme_name, group_size).wire_bytes(*shape) for shape in shapes)
     forward = Phase.of("forward, dense", counter, rows + weights)
     # dX reads dy and the weight, dW reads dy and x; dX and dW are written
     gradients = sum(2 * tokens * (2 * n + 2 * k) + 2 * n * k for n, k in shapes)
@@ -247,7 +247,7 @@ def _leaf(*shape: int) -> torch.Tensor:
 
 
 def _stacks_bytes(size: ModelSize, scheme: str, group_size: int) -> list[int]:
-    return [e * wire_bytes(scheme, group_size, (n, k)) for e, n, k in stack_shapes(size)]
+    return [e * get_scheme(scheme, group_size).wire_bytes(n, k) for e, n, k in stack_shapes(size)]
 
 
 def _rows(size: ModelSize, tokens: int) -> tuple[int, int, int]:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard
 
 from benchmarks.proofs.counting import Counting, Counts, counting
 from qarl.bench.plan.traffic import dense_linears
-from qarl.checks.model_size import ModelSize, wire_bytes
+from qarl.checks.model_size import ModelSize
 from qarl.kernels.vllm_experts import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
 from qarl.optim.muon_adamw import MuonAdamW
 from qarl.quant.experts import STACKS, QuantizedStack
@@ -141,7 +141,7 @@ def quantize_phase(size: ModelSize, scheme_name: str, group_size: int, ranks: in
     for shape in shard_shapes(size, ranks):
         rows = math.prod(shape[:-1])
         columns = shape[-1]
-        least += 4 * rows * columns + wire_bytes(scheme_name, group_size, (rows, columns))
+        least += 4 * rows * columns + get_scheme(scheme_name, group_size).wire_bytes(rows, columns)
     return Phase.of("quantize", counter, least)
 
 

@@ -77,7 +77,7 @@ def export(request: ExportRequest) -> str:
     kind = request.format if request.format != "quantized" else f"quantized, {scheme.name}"
     size = sum(path.stat().st_size for path in weight_files(output))
     line = f"{request.output}: step {source.step} of {request.run}, {kind}, {size / 1e6:.4g} MB of weights"
-    sentences = limits(scheme.name, linears)
+    sentences = limits(scheme, linears)
     if any(".experts." in name for name in linears):
         sentences.append("Both load format=bf16")
     return ". ".join([line, *sentences])

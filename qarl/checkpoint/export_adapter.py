@@ -90,8 +90,8 @@ def export_adapter(trained: Trained, output: Path, format: str, trust_remote_cod
     adapter = trained.adapter
     save_model(output, files, tensors, scheme=scheme, ignore=quant["ignore"], adapter=adapter)
     what = f"the base, {scheme.name}, and in {FOLDER}/ the adapter, r={adapter.r}, {adapter.nbytes / 1e6:.4g} MB"
-    of_adapter = limits_of_adapter(scheme.name, experts=bool(experts_of(files.config)))
-    return ". ".join([what, *limits(scheme.name, linears), *of_adapter])
+    of_adapter = limits_of_adapter(scheme, experts=bool(experts_of(files.config)))
+    return ". ".join([what, *limits(scheme, linears), *of_adapter])
 
 
 def _local(path: str) -> Path:

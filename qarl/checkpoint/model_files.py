@@ -41,11 +41,6 @@ _EXPERTS = (
     "transformers cannot load this folder, because it does not read low-bit experts: it initializes them at random, or "
     "fails in the forward. vLLM loads it"
 )
-_W4A8 = (
-    "Plain vLLM does not compute w4a8: from this folder it computes W4A16 on a CPU, rounds activations to FP8 on a GPU "
-    "of capability 9.0, and refuses it on other GPUs"
-)
-_ADAPTER_ON_INT8 = "On a CPU without AMX, plain vLLM cannot start with this folder and an adapter"
 _ADAPTER_BESIDE_EXPERTS = (
     "On a CPU, vLLM serves these experts beside an adapter only where QaRL is installed"
 )
@@ -191,15 +186,17 @@ def linears_of(
     )
 
 
-def limits(scheme_name: str, linears: Iterable[str]) -> list[str]:
+def limits(scheme: Scheme, linears: Iterable[str]) -> list[str]:
     """Return what other programs cannot do with a folder whose `linears` are quantized, a sentence each."""
     low_bit_experts = any(".experts." in name for name in linears)
-    return [_W4A8] * (scheme_name == "w4a8") + [_EXPERTS] * low_bit_experts
+    of_experts = _EXPERTS if low_bit_experts else None
+    return [sentence for sentence in (scheme.export_limit, of_experts) if sentence]
 
 
-def limits_of_adapter(scheme_name: str, *, experts: bool) -> list[str]:
+def limits_of_adapter(scheme: Scheme, *, experts: bool) -> list[str]:
     """Return what plain vLLM cannot do with an adapter on a base. `experts`: whether the base has any."""
-    return [_ADAPTER_BESIDE_EXPERTS] * experts + [_ADAPTER_ON_INT8] * (scheme_name == "w8a8")
+    beside_experts = _ADAPTER_BESIDE_EXPERTS if experts else None
+    return [sentence for sentence in (beside_experts, scheme.cpu_adapter_limit) if sentence]
 
 
 def model_of(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:

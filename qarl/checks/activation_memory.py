@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qarl.checks.memory_parts import Part, micro_batch_tokens, quantized_linears
+from qarl.checks.memory_parts import Part, micro_batch_tokens, quantized_linears, scheme_of
 from qarl.checks.model_size import ModelSize
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ def expert_rows(size: ModelSize, config: Config, align: str) -> list[Part]:
     tokens = micro_batch_tokens(config)
     each = 6 * hidden
     if has_own_experts(size, config, align):
-        each += 12 * inner + hidden * (config.quant.scheme in ("w8a8", "fp8"))
+        each += 12 * inner
+        each += hidden if scheme_of(config).rounds_activations else 0
     return [
         Part(
             "rows of a layer's experts",

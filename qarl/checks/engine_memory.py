@@ -16,8 +16,9 @@ from qarl.checks.memory_parts import (
     adapter_parameters,
     published,
     quantized_linears,
+    scheme_of,
 )
-from qarl.checks.model_size import ModelSize, prepared_bytes, wire_bytes
+from qarl.checks.model_size import ModelSize, prepared_bytes
 from qarl.config.schema import BATCHED_TOKENS
 
 if TYPE_CHECKING:
@@ -37,27 +38,26 @@ ENGINE_KERNELS = {("qarl", "w4a8"): "qarl_cpu_w4a8", ("dequantized", "w4a16"): "
 def not_shared(size: ModelSize, config: Config) -> int:
     """Return the bytes of the base that an engine on a CPU has in addition to those of the trainer of adapters: layers
     that vLLM packs (`qarl.rollout.publish.cpu_layers`)."""
-    scheme = config.quant.scheme
+    scheme = scheme_of(config)
     quantized = quantized_linears(size, config)
+    own_layouts = config.quant.kernels != "engine"
     packed = 2 * sum(n * k for name, (n, k) in size.linears().items() if name not in quantized)
     for name, shape in quantized.items():
-        of_expert = ".experts." in name
-        group = config.quant.group_size
-        if scheme == "fp8" and of_expert:
-            packed += prepared_bytes(scheme, "vllm_cpu", group, shape)
-        elif scheme == "w8a8" or config.quant.kernels != "engine":
-            packed += wire_bytes(scheme, group, shape)
+        if ".experts." in name and scheme.experts_repacked_on_cpus:
+            packed += prepared_bytes(scheme.name, "vllm_cpu", config.quant.group_size, shape)
+        elif scheme.repacked_on_cpus or own_layouts:
+            packed += scheme.wire_bytes(*shape)
     return packed
 
 
 def own_layout(size: ModelSize, config: Config) -> int:
     """Return how many more bytes than the published tensors the engine holds because of `quant.kernels`."""
-    scheme = config.quant.scheme
+    scheme = scheme_of(config)
     group = config.quant.group_size
-    kernel = ENGINE_KERNELS.get((config.quant.kernels, scheme))
+    kernel = ENGINE_KERNELS.get((config.quant.kernels, scheme.name))
     shapes = quantized_linears(size, config).values()
     each = (
-        prepared_bytes(scheme, kernel, group, shape) - wire_bytes(scheme, group, shape)
+        prepared_bytes(scheme.name, kernel, group, shape) - scheme.wire_bytes(*shape)
         for shape in shapes
     )
     return sum(each) if kernel else 0

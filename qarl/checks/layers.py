@@ -21,9 +21,8 @@ from qarl.config.ignored_layers import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.quant import convert
 from qarl.quant import meta_model as meta
-from qarl.schemes import Scheme
+from qarl.schemes import Scheme, get_scheme
 
-W4A16_CPU_MULTIPLE = 32
 # vLLM loads these as one layer, in every model family that QaRL trains.
 FUSED_LAYERS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -148,19 +147,19 @@ def check_group_size(quantized: Shapes, scheme: Scheme) -> None:
         )
 
 
-def check_engine_shapes(shapes: Shapes) -> None:
-    """Raise UserError if vLLM's W4A16 kernel for CPUs does not support the size that a layer has after fusing."""
+def check_engine_shapes(scheme: Scheme, shapes: Shapes) -> None:
+    """Raise UserError if vLLM's kernel for CPUs does not support the size that a layer has after fusing."""
     bad: list[str] = []
     for members in fused_groups(shapes).values():
         n = sum(shapes[name][0] for name in members)
         k = shapes[members[0]][1]
-        bad += members if n % W4A16_CPU_MULTIPLE or k % W4A16_CPU_MULTIPLE else []
+        bad += members if n % scheme.cpu_multiple or k % scheme.cpu_multiple else []
     if bad:
         sizes = ", ".join(f"[{n}, {k}]" for n, k in dict.fromkeys(shapes[name] for name in bad))
         raise UserError(
-            f"vLLM's W4A16 kernel for CPUs does not support {len(bad)} of {len(shapes)} layers",
+            f"vLLM's {scheme.name.upper()} kernel for CPUs does not support {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
-            why=f"input and output sizes must be multiples of {W4A16_CPU_MULTIPLE}. In a fused layer (q, k and v, or "
+            why=f"input and output sizes must be multiples of {scheme.cpu_multiple}. In a fused layer (q, k and v, or "
             f"gate and up), this applies to the sum of the output sizes. These weights are {sizes}",
             fix="add these layers to quant.ignore, or use another model or quant.scheme=bf16",
         )
@@ -202,7 +201,7 @@ def split_errors(config: Config, hf_config: Any, quantized: Shapes) -> Iterator[
         yield UserError(
             what, where="num_attention_heads", why=why, fix=f"choose a divisor of {heads}"
         )
-    group = config.quant.group_size if config.quant.scheme in ("w4a16", "w4a8") else 1
+    group = get_scheme(config.quant.scheme, config.quant.group_size).group_size or 1
     inputs = {
         name: k // workers for name, (_, k) in quantized.items() if name.endswith(ROW_PARALLEL)
     }

@@ -18,17 +18,7 @@ from qarl.config import Config
 from qarl.config.command_arguments import OutputFile
 from qarl.errors import UserError
 from qarl.process import cpu_fields, runs_on_cpu, vllm_missing, vllm_unusable
-
-W4A16_CPU_FLAGS = ("avx512f", "avx512_vnni")
-CPU_FLAGS = {
-    "w4a16": (W4A16_CPU_FLAGS, "vLLM's W4A16 kernel for CPUs needs AVX512 with VNNI"),
-    "w4a8": (("avx512_vnni",), "without VNNI the int8 products of PyTorch are not exact"),
-    "w8a8": (
-        ("avx512_vnni",),
-        "without VNNI the int8 products of vLLM and PyTorch are not exact and not equal",
-    ),
-}
-"""Schemes that only some CPUs can run: name -> (the instruction sets that it needs, the reason)."""
+from qarl.schemes import Cpu, Scheme, get_scheme
 
 GPUS = {
     "a100": (80, 79.2),
@@ -107,28 +97,12 @@ def cpu_flags() -> set[str]:
 
 def check_cpu(config: Config) -> None:
     """Raise UserError if this CPU cannot make rollouts with `quant.scheme`."""
-    scheme = config.quant.scheme
     if config.quant.kernels == "dequantized":  # a BF16 product, which every CPU has
         return
-    if (
-        scheme == "w4a16"
-        and torch.cpu._is_amx_tile_supported()
-        and os.environ.get("VLLM_CPU_INT4_W4A8", "0") != "0"
-    ):
-        raise UserError(
-            "VLLM_CPU_INT4_W4A8 is set, and this CPU has AMX",
-            where="quant.scheme=w4a16",
-            why="vLLM would round the activations to int8 and multiply integers, but the trainer would not",
-            fix="unset VLLM_CPU_INT4_W4A8, so that QaRL sets it to 0",
-        )
-    needed, why = CPU_FLAGS.get(scheme, ((), ""))
-    if missing := [flag for flag in needed if flag not in cpu_flags()]:
-        raise UserError(
-            f"this CPU cannot run quant.scheme={scheme}: it lacks {' and '.join(missing)}",
-            where="quant.scheme",
-            why=why,
-            fix="set quant.scheme=bf16, or use a GPU or a newer CPU (Intel since Ice Lake, AMD since Zen 4)",
-        )
+    cpu = Cpu(frozenset(cpu_flags()), tiles=torch.cpu._is_amx_tile_supported())
+    refusal = get_scheme(config.quant.scheme).cpu_refusal(cpu, os.environ)
+    if refusal is not None:
+        raise refusal
 
 
 def check_engine_installed(backend: str) -> None:
@@ -174,7 +148,7 @@ def check_no_new_trl() -> None:
         )
 
 
-def check_this_gpu(scheme: str, kernels: str) -> None:
+def check_this_gpu(scheme: Scheme, kernels: str) -> None:
     """Raise UserError if the GPU of this process is too old or too new for `scheme` (`check_capability`). Do nothing
     without a GPU."""
     if not torch.cuda.is_available():
@@ -183,34 +157,11 @@ def check_this_gpu(scheme: str, kernels: str) -> None:
     check_capability(scheme, kernels, 10 * major + minor)
 
 
-def check_capability(scheme: str, kernels: str, capability: int) -> None:
+def check_capability(scheme: Scheme, kernels: str, capability: int) -> None:
     """Raise UserError if vLLM would compute another scheme on this GPU, or choose a kernel that the GPU does not run.
-    `capability`: times ten.
 
-    For W8A8 vLLM chooses CUTLASS on any GPU from 8.0 on, but its int8 products end with 9.0 (vLLM 0.24.0,
-    csrc/libtorch_stable/quantization/w8a8/cutlass/scaled_mm_c3x_sm100.cu and _sm120.cu)."""
-    needed = 80
-    why = "for BF16 arithmetic and vLLM's Marlin kernel"
-    if scheme == "fp8":
-        needed = 89
-        why = (
-            "for FP8 products; on older GPUs vLLM leaves the activations in BF16 without a warning"
-        )
-    if capability < needed:
-        raise UserError(
-            f"compute capability {capability / 10} is too low for quant.scheme={scheme}",
-            where=f"quant.scheme={scheme}",
-            why=f"{needed / 10} is needed {why}",
-            fix="use a newer GPU" if needed == 80 else "set quant.scheme=w4a16, or use a newer GPU",
-        )
-    disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(
-        ","
-    )  # then vLLM chooses another kernel
-    cutlass = kernels == "engine" and "CutlassInt8ScaledMMLinearKernel" not in disabled
-    if scheme == "w8a8" and cutlass and capability >= 100:
-        raise UserError(
-            f"vLLM has no int8 products for compute capability {capability / 10}",
-            where="quant.scheme=w8a8",
-            why="vLLM's CUTLASS kernels support int8 only up to capability 9.0, and fail at start",
-            fix="set quant.scheme=fp8, or with backend=local and a dense model set quant.kernels=qarl",
-        )
+    `capability`: times ten. `kernels`: a value of `quant.kernels`."""
+    disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
+    refusal = scheme.gpu_refusal(capability, kernels, disabled)
+    if refusal is not None:
+        raise refusal

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qarl.checks.model_size import ModelSize, Shape, wire_bytes
+from qarl.checks.model_size import ModelSize, Shape
 from qarl.config.ignored_layers import is_ignored
 from qarl.config.lora import ALL_LINEAR
+from qarl.schemes import Scheme, get_scheme
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -61,8 +62,12 @@ def bf16_weights(size: ModelSize, config: Config) -> int:
     return size.parameters + trained - sum(n * k for n, k in quantized)
 
 
+def scheme_of(config: Config) -> Scheme:
+    return get_scheme(config.quant.scheme, config.quant.group_size)
+
+
 def quantized_linears(size: ModelSize, config: Config) -> Mapping[str, Shape]:
-    if config.quant.scheme == "bf16":
+    if not scheme_of(config).quantized:
         return {}
     return {
         name: shape
@@ -73,9 +78,9 @@ def quantized_linears(size: ModelSize, config: Config) -> Mapping[str, Shape]:
 
 def published(size: ModelSize, config: Config) -> int:
     """Return the number of published bytes. Quantized layers are low-bit tensors, and everything else is BF16."""
-    quant = config.quant
+    scheme = scheme_of(config)
     quantized = quantized_linears(size, config).values()
-    low_bit = sum(wire_bytes(quant.scheme, quant.group_size, shape) for shape in quantized)
+    low_bit = sum(scheme.wire_bytes(*shape) for shape in quantized)
     return low_bit + 2 * (size.parameters - sum(n * k for n, k in quantized))
 
 

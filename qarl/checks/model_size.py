@@ -187,16 +187,6 @@ def _mlp(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:
     }
 
 
-def wire_bytes(scheme: str, group_size: int, shape: Shape) -> int:
-    """Return the bytes of one published [N, K] weight, which is sent as `Scheme.wire_specs`."""
-    n, k = shape
-    if scheme == "bf16":
-        return 2 * n * k
-    if scheme in ("w4a16", "w4a8"):
-        return n * k // 2 + 2 * n * (k // group_size) + 16
-    return n * k + 4 * n
-
-
 def prepared_bytes(scheme: str, kernel: str | None, group_size: int, shape: Shape) -> int:
     """Return the bytes of a weight's copy in the layout of `kernel`, or 0 if the kernel reads the published tensors."""
     n, k = shape

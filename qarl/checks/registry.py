@@ -49,7 +49,7 @@ from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, chec
 from qarl.data.reward_workers import Reward
 from qarl.data.rewards import BUILTIN
 from qarl.data.scoring import score_responses
-from qarl.errors import UserError
+from qarl.errors import UserError, alternatives
 from qarl.kernels.cpu import layer_ops
 from qarl.kernels.registry import kernels_of
 from qarl.lora.layers import target_linears
@@ -57,9 +57,8 @@ from qarl.metrics.tracker import check_loggers
 from qarl.process import vllm_unusable
 from qarl.quant.convert import no_own_experts
 from qarl.rollout import vllm_plugin
-from qarl.rollout.engine_config import W4A8_ON_GPUS, check_not_batch_invariant, eager
-from qarl.rollout.engine_config import check_served as check_scheme_is_served
-from qarl.schemes import Scheme
+from qarl.rollout.engine_config import check_not_batch_invariant, eager
+from qarl.schemes import Scheme, engine_scheme_names, get_scheme
 
 
 def make_checks(config: Config, *, data: bool = True) -> RunInputs:
@@ -100,31 +99,34 @@ _LAYER = (64, 64)
 
 def check_scheme(config: Config, machine: Machine) -> None:
     """Raise UserError if the engine would not multiply by `quant.scheme` on such a machine."""
-    check_scheme_is_served(config.quant.scheme, config.quant.kernels)
+    scheme = get_scheme(config.quant.scheme)
+    refusal = scheme.engine_refusal(config.quant.kernels)
+    if refusal is not None:
+        raise refusal
     if not machine.on_cpu and machine.capability is not None:
-        check_capability(config.quant.scheme, config.quant.kernels, machine.capability)
+        check_capability(scheme, config.quant.kernels, machine.capability)
 
 
 def check_kernels(config: Config, machine: Machine) -> None:
     """Raise UserError if `quant.kernels` asks for kernels that do not run on `machine`."""
-    scheme = config.quant.scheme
+    scheme = get_scheme(config.quant.scheme)
     kernels = config.quant.kernels
     device = machine.device
-    if device == "cuda" and (kernels == "dequantized" or (kernels == "qarl" and scheme == "w4a8")):
-        why = "these kernels run only on a CPU"
-        raise _no_kernel(
-            config, "GPUs", why if kernels == "dequantized" else f"{why}; {W4A8_ON_GPUS}"
-        )
     if kernels == "engine":
         return
+    only_cpus = "these kernels run only on a CPU"
+    if device == "cuda" and kernels == "dequantized":
+        raise _no_kernel(config, "GPUs", only_cpus)
+    if device == "cuda" and scheme.no_gpu_kernel:
+        raise _no_kernel(config, "GPUs", f"{only_cpus}; {scheme.no_gpu_kernel}")
     if not machine.here:
         raise NotCheckedError(
             "QaRL's own kernels depend on the machine of the run", "run the doctor there too"
         )
     kind = torch.device(device)
     why_not = {
-        kernel.name: kernel.unavailable(scheme, kind, _LAYER)
-        for kernel in kernels_of(kernels, scheme)
+        kernel.name: kernel.unavailable(scheme.name, kind, _LAYER)
+        for kernel in kernels_of(kernels, scheme.name)
     }
     if None not in why_not.values():
         raise _no_kernel(
@@ -133,17 +135,16 @@ def check_kernels(config: Config, machine: Machine) -> None:
 
 
 def _no_kernel(config: Config, place: str, why: str) -> UserError:
-    scheme = config.quant.scheme
-    what = f"quant.kernels={config.quant.kernels} does not support quant.scheme={scheme} on {place}"
-    fix = "set quant.scheme=w4a16, w8a8 or fp8" if scheme == "w4a8" else "set quant.kernels=engine"
+    scheme = get_scheme(config.quant.scheme)
+    what = f"quant.kernels={config.quant.kernels} does not support quant.scheme={scheme.name} on {place}"
+    fix = "set quant.kernels=engine"
+    if scheme.engine_refusal("engine"):
+        fix = f"set quant.scheme={alternatives(engine_scheme_names(quantized=True))}"
     return UserError(what, where="quant.kernels", why=why, fix=fix)
 
 
 def check_experts(config: Config, machine: Machine, hf_config: Any) -> None:
-    """Raise UserError if vLLM lacks QaRL's plugin, or if vLLM or QaRL's kernels cannot run the model's experts.
-
-    For W8A8 on GPUs vLLM 0.24, which requirements/gpu.lock has, chooses `TritonExperts`, whose `apply` refuses the int8
-    rows that it is given. (vLLM 0.29 takes them.)"""
+    """Raise UserError if vLLM lacks QaRL's plugin, or if vLLM or QaRL's kernels cannot run the model's experts."""
     if machine.on_cpu:
         vllm_plugin.check_installed(hf_config)
     if not vllm_plugin.experts_of(hf_config):
@@ -153,20 +154,14 @@ def check_experts(config: Config, machine: Machine, hf_config: Any) -> None:
     if machine.on_cpu:
         if config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
             vllm_plugin.check_eager(hf_config, eager(config.rollout.enforce_eager))
-    elif config.quant.scheme == "w8a8":
-        raise UserError(
-            "vLLM has no int8 products for experts on GPUs",
-            where=f"quant.scheme=w8a8 with {config.model.path}",
-            why="vLLM 0.24 runs them with TritonExperts, which refuses int8 activations as the engine starts",
-            fix="set quant.scheme=fp8 or quant.scheme=w4a16",
-        )
-    elif config.quant.scheme == "fp8" and config.lora.r:
-        raise UserError(
-            "FP8 experts cannot have adapters beside them on a GPU",
-            where=f"lora.r={config.lora.r} with {config.model.path}",
-            why="an engine with adapters multiplies FP8 experts by Triton, and the trainer by CUTLASS",
-            fix="set quant.scheme=w4a16",
-        )
+        return
+    scheme = get_scheme(config.quant.scheme)
+    refusal = scheme.gpu_experts_refusal(f"quant.scheme={scheme.name} with {config.model.path}")
+    if config.lora.r and refusal is None:
+        where = f"lora.r={config.lora.r} with {config.model.path}"
+        refusal = scheme.gpu_adapted_experts_refusal(where)
+    if refusal is not None:
+        raise refusal
 
 
 def _config(
@@ -242,9 +237,9 @@ def _ignore(config: Config, scheme: Scheme, linears: layers.Shapes) -> None:
         layers.check_routers(linears, config.quant.ignore)
 
 
-def _engine_shapes(config: Config, quantized: layers.Shapes) -> None:
-    if config.quant.scheme == "w4a16" and config.quant.kernels == "engine":
-        layers.check_engine_shapes(quantized)
+def _engine_shapes(config: Config, scheme: Scheme, quantized: layers.Shapes) -> None:
+    if config.quant.kernels == "engine":
+        layers.check_engine_shapes(scheme, quantized)
 
 
 def _tensor_parallel(config: Config, hf_config: Any, quantized: layers.Shapes) -> Findings:

@@ -36,9 +36,11 @@ from qarl.checks.memory_parts import (
     published,
     quantized_linears,
     ranks,
+    scheme_of,
 )
-from qarl.checks.model_size import ModelSize, Shape, prepared_bytes, wire_bytes
+from qarl.checks.model_size import ModelSize, Shape, prepared_bytes
 from qarl.config.optimizers import OTHER_STATE_BYTES, get_optimizer
+from qarl.schemes import UNQUANTIZED
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -123,8 +125,7 @@ def gathered(size: ModelSize, config: Config, align: str) -> list[Part]:
     """Return the parts for gathered weights and for gradients before FSDP2 scatters them. For `local`, return []."""
     if config.backend != "verl":
         return []
-    scheme = config.quant.scheme
-    group = config.quant.group_size
+    scheme = scheme_of(config)
     low_bit = quantized_linears(size, config) if align != "off" else {}
     if trained := adapter_parameters(size, config):  # low-bit weights are whole on every rank
         kinds = [size.block_linears(i).items() for i in range(size.layers)]
@@ -147,7 +148,7 @@ def gathered(size: ModelSize, config: Config, align: str) -> list[Part]:
         ]
     blocks = [
         sum(
-            wire_bytes(scheme if name in low_bit else "bf16", group, shape)
+            (scheme if name in low_bit else UNQUANTIZED).wire_bytes(*shape)
             for name, shape in linears.items()
         )
         for linears in map(size.block_linears, range(size.layers))
@@ -173,11 +174,11 @@ def low_bit(
     quantized = quantized_linears(size, config) if align != "off" else {}
     if not quantized:
         return []
-    scheme = config.quant.scheme
+    scheme = scheme_of(config)
     group = config.quant.group_size
-    wire = {name: wire_bytes(scheme, group, shape) for name, shape in quantized.items()}
+    wire = {name: scheme.wire_bytes(*shape) for name, shape in quantized.items()}
     prepared = {
-        name: prepared_bytes(scheme, kernels.get(shape), group, shape)
+        name: prepared_bytes(scheme.name, kernels.get(shape), group, shape)
         for name, shape in quantized.items()
     }
     # Experts are dequantized for each backward, one layer's stack at a time, and not kept.
@@ -206,17 +207,16 @@ def low_bit(
             Part("low-bit tensors, sharded", sum(wire.values()) // ranks(config)),
             Part("a gathered block in the kernels' layout", gathered, ("old_log_prob", "update")),
             Part(
-                "experts of one layer, restored", restored if scheme == "w4a16" else 0, ("update",)
+                "experts of one layer, restored", restored if scheme.packs_codes else 0, ("update",)
             ),
             Part("dequantized weight of one layer, BF16", max([*own, *other]), ("update",)),
         ]
     if (
         config.lora.r
     ):  # a frozen layer is stored once; a forward or a backward converts it and drops the result
-        stacks = [
-            sum(wire[name] for name in block if ".experts." in name) * (scheme == "w4a16")
-            for block in blocks
-        ]
+        stacks = [0]
+        if scheme.packs_codes:
+            stacks = [sum(wire[name] for name in block if ".experts." in name) for block in blocks]
         return [
             Part("low-bit tensors", sum(wire.values())),
             Part(

@@ -20,6 +20,7 @@ from qarl.config.level import Level
 from qarl.config.objectives import get_objective
 from qarl.config.optimizers import get_optimizer
 from qarl.config.unused_keys import STEPS, WARMUP, warmup_exceeds
+from qarl.schemes import get_scheme
 
 Values = Mapping[str, Any]
 Problems = Iterator[Problem]
@@ -196,24 +197,24 @@ def micro_batches_have_a_size(kind: str, v: Values) -> Problems:
 
 def kernels_have_something_to_do(v: Values) -> Problems:
     key = "quant.kernels"
-    scheme = v["quant.scheme"]
+    scheme = get_scheme(v["quant.scheme"])
     fix = "set it to engine"
     if v[key] == "engine":
         return
-    if scheme == "bf16":
-        yield bad(v, key, "quant.scheme=bf16 has no quantized layers", fix)
+    if not scheme.quantized:
+        yield bad(v, key, f"quant.scheme={scheme.name} has no quantized layers", fix)
     elif v["backend"] == "verl":
         reason = "QaRL gives its own kernels only to the engine of backend=local"
         yield bad(v, key, reason, f"{fix}, or set backend=local")
-    elif v[key] == "dequantized" and scheme != "w4a16":
-        reason = f"{scheme} rounds the activations to 8 bits, and a BF16 product would not"
-        fix = "set it to qarl" if scheme == "w4a8" else fix
+    elif v[key] == "dequantized" and scheme.rounds_activations:
+        reason = f"{scheme.name} rounds the activations to 8 bits, and a BF16 product would not"
+        fix = "set it to qarl" if scheme.engine_refusal("engine") else fix
         yield bad(v, key, reason, f"{fix}, or set quant.scheme=w4a16")
 
 
 def lm_head_stays(v: Values) -> Problems:
     key = "quant.ignore"
-    if v["quant.scheme"] != "bf16" and not is_ignored("lm_head", _items(v[key])):
+    if get_scheme(v["quant.scheme"]).quantized and not is_ignored("lm_head", _items(v[key])):
         reason = "lm_head would be quantized, but with a quantized lm_head vLLM returns wrong results without an error"
         yield bad(v, key, reason, "add lm_head to the list")
 
@@ -315,12 +316,12 @@ def the_schedule_fits_the_run(v: Values) -> Problems:
 
 def fp16_is_unquantized(v: Values) -> Problems:
     key = "model.dtype"
-    scheme = v["quant.scheme"]
+    scheme = get_scheme(v["quant.scheme"])
     fix = "set it to bf16, or set "
     if v[key] != "fp16":
         return
-    if scheme != "bf16":
-        reason = f"the quantizer and the layers of {scheme} take BF16 weights and activations"
+    if scheme.quantized:
+        reason = f"the quantizer and the layers of {scheme.name} take BF16 weights and activations"
         yield bad(v, key, reason, fix + "quant.scheme=bf16 (no quantization)")
     elif v["backend"] == "verl":
         yield bad(v, key, "backend=verl trains in BF16", fix + "backend=local")
@@ -340,7 +341,7 @@ def bf16_masters_are_rounded(v: Values) -> Problems:
 def adapters_are_served(v: Values) -> Problems:
     """Adapters need an engine without tensor parallelism, and a quantized base that the trainer multiplies by, too."""
     rank = v["lora.r"]
-    scheme = v["quant.scheme"]
+    scheme = get_scheme(v["quant.scheme"])
     alpha = v["lora.alpha"]
     if not rank:
         return
@@ -365,8 +366,8 @@ def adapters_are_served(v: Values) -> Problems:
                 f"lora.r={rank}: {reason}",
                 f"set {key}={value}, or lora.r=0 to train all weights",
             )
-    if not Level(v["quant.align"]).low_bit and scheme != "bf16":
-        reason = f"lora.r={rank}: the base exists only in {scheme}, and this level multiplies by BF16 weights"
+    if not Level(v["quant.align"]).low_bit and scheme.quantized:
+        reason = f"lora.r={rank}: the base exists only in {scheme.name}, and this level multiplies by BF16 weights"
         yield bad(v, "quant.align", reason, "set it to model")
     if alpha is not None and math.frexp(alpha / rank)[0] != 0.5:
         reason = f"alpha / r = {alpha / rank:g} is not a power of two, so vLLM would round B * alpha / r to BF16"

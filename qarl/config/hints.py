@@ -15,6 +15,7 @@ from qarl.config.schema import Config
 from qarl.config.types import Sane, Section
 from qarl.config.unused_keys import RULES
 from qarl.errors import UserError
+from qarl.schemes import get_scheme
 
 IN_THE_PAPER = ("actor.seq_clip_ratio_low",)
 """Keys that the table of the paper's appendix B gives a value, which is their default, and that no default run reads.
@@ -59,7 +60,7 @@ def _together(config: Config) -> Iterator[UserError]:
         fix = f"set actor.ppo_mini_batch_size={prompts} and actor.ppo_epochs=1"
         yield UserError(what, where="actor.loss", why=why, fix=fix)
     from_rollout = actor.old_log_probs == "rollout"
-    far = not config.quant.align.low_bit and config.quant.scheme in ("w4a16", "w4a8")
+    far = not config.quant.align.low_bit and get_scheme(config.quant.scheme).is_coarse
     if far and has_ratio and (from_rollout or config.rollout_correction.bypass_mode):
         yield UserError(
             "the ratio of the loss contains the mismatch of 4-bit rollouts",

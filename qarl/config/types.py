@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 
 from qarl.config.ignored_layers import REGEX_PREFIX
+from qarl.errors import alternatives
 
 BUILTIN_REWARDS = ("arithmetic", "math_verify")
 
@@ -52,8 +53,8 @@ class OneOf:
         names = self.names()
         if value in names:
             return value
-        *most, last = map(repr, names)
-        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
+        expected = alternatives([repr(name) for name in names])
+        raise PydanticKnownError("literal_error", {"expected": expected})
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self.check)

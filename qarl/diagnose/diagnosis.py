@@ -28,6 +28,7 @@ from qarl.config.level import Level
 from qarl.kernels.log_probs import Truncation
 from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.metrics.tracker import write_versions
+from qarl.schemes import UNQUANTIZED
 from qarl.trainer.batch import Batch, micro_batches
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
@@ -85,7 +86,9 @@ def compare(name: str, policy: Policy, batch: Batch, config: Config) -> Comparis
 def split(trainer: LocalTrainer, batch: Batch) -> list[Comparison]:
     """Compare the rollout with the configured trainer, and with one trainer for each cause."""
     config = trainer.config
-    plain = Policy.load(with_keys(config, {"quant.scheme": "bf16", "quant.align": max(Level)}))
+    plain = Policy.load(
+        with_keys(config, {"quant.scheme": UNQUANTIZED.name, "quant.align": max(Level)})
+    )
     linears = Policy.load(with_keys(config, {"quant.align": Level.LINEARS}))
     comparisons = [compare("as configured", trainer.policy, batch, config)]
     if trainer.policy.scheme.quantized:

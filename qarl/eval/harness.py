@@ -116,7 +116,7 @@ def _vllm(folder: Path, config: EngineConfig, request: EvalRequest) -> Iterator[
     kernels = own_kernels(kernel_request(config.kernels, config.scheme.name))
     if torch.cuda.is_available():
         before_start(config.gpu_memory_utilization)
-    with default_dtype_kept(), kernels, servable(config.adapters, config.scheme.name):
+    with default_dtype_kept(), kernels, servable(config.adapters, config.scheme):
         model = VLLM(**arguments)
     try:
         yield model

@@ -107,7 +107,7 @@ class WeightShard:
     ) -> None:
         self.name, self.scheme, self.shape = name, scheme, torch.Size(shape)
         self.generation = 0
-        self._layout = layout if scheme.format == "pack-quantized" else None
+        self._layout = layout if scheme.packs_codes else None
         self.parameter: DTensor  # `attach` sets it
         self._buffer: torch.Tensor | None = None
         self._slots: tuple[_Slot, ...] = ()

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from qarl.schemes import Scheme
+
 
 @dataclass(frozen=True)
 class AdapterSpec:
@@ -28,9 +30,9 @@ class AdapterSpec:
         }
 
 
-def servable(spec: AdapterSpec | None, scheme_name: str) -> AbstractContextManager[None]:
+def servable(spec: AdapterSpec | None, scheme: Scheme) -> AbstractContextManager[None]:
     """Return a context in which an engine with adapters can be started on a base of this scheme."""
-    if spec is None or scheme_name != "w8a8" or torch.cuda.is_available():
+    if spec is None or not scheme.cpu_adapter_limit or torch.cuda.is_available():
         return nullcontext()
     from qarl.rollout.vllm_plugin.adapted_int8 import adapted_int8
 

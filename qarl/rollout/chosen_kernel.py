@@ -45,7 +45,7 @@ def chosen_kernel(
     request = kernel_request(kernels, scheme.name)
     check_linears_loaded(kernels)
     with own_kernels(request), set_current_vllm_config(VllmConfig(**engine_arguments(request))):
-        if scheme.format == "pack-quantized":
+        if scheme.packs_codes:
             return chosen_int4_kernel(shape, full_shape, scheme.group_size or -1)
         return type(_chosen_8bit_kernel(scheme, shape)).__name__
 
@@ -55,7 +55,8 @@ def _chosen_8bit_kernel(scheme: Scheme, shape: tuple[int, int]) -> object:
     from vllm.model_executor.kernels import linear as kernels
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    if scheme.name == "w8a8":
+    assert scheme.weights is not None
+    if scheme.weights.type == "int":
         return kernels.init_int8_linear_kernel(
             is_channelwise=True,
             is_static_input_scheme=False,

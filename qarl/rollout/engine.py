@@ -98,7 +98,9 @@ class RolloutEngine:
             "0"  # a publish cannot reach an engine in another process
         )
         engine_config.check_not_batch_invariant()
-        engine_config.check_served(config.scheme.name, config.kernels)
+        refusal = config.scheme.engine_refusal(config.kernels)
+        if refusal is not None:
+            raise refusal
         check_head_dtype(config.head_dtype)
         check_release()
         hf_config = AutoConfig.from_pretrained(
@@ -133,7 +135,7 @@ class RolloutEngine:
             with (
                 default_dtype_kept(),
                 kernels,
-                servable(self.config.adapters, self.config.scheme.name),
+                servable(self.config.adapters, self.config.scheme),
             ):
                 self.llm = LLM(
                     **engine_config.llm_arguments(self.config, statistics=self._counts_preemptions)

@@ -217,25 +217,6 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
     return params
 
 
-W4A8_ON_GPUS = (
-    "on GPUs of capability 9.0 vLLM rounds activations and group scales to FP8 (e4m3), also where the checkpoint says "
-    "int8, and on other GPUs it has no kernel"
-)
-"""What vLLM 0.24.0 makes of a W4A8 checkpoint: `CompressedTensorsConfig._is_fp8_w4a8` does not look at the type of the
-activations, and `CutlassW4A8LinearKernel` multiplies float8_e4m3fn."""
-
-
-def check_served(scheme_name: str, kernels: str = "engine") -> None:
-    """Raise UserError if vLLM would accept this scheme but compute a different one. `kernels`: see `EngineConfig`."""
-    if scheme_name == "w4a8" and kernels != "qarl":
-        raise UserError(
-            "w4a8 rollouts are refused",
-            where=f"quant.scheme=w4a8 with quant.kernels={kernels}",
-            why=f"from such a checkpoint vLLM computes W4A16 on CPUs, without a warning; {W4A8_ON_GPUS}",
-            fix="set quant.kernels=qarl (dense models on a CPU), or use w4a16 or w8a8",
-        )
-
-
 GRAPHS: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 """vLLM's arguments for CUDA graphs of decode steps without compilation (mode 0). Both vLLM 0.24 and 0.29 have them."""
 

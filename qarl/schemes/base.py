@@ -9,11 +9,12 @@ Nothing here imports torch, so that reading a config stays cheap. Dtypes have th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from qarl.errors import UserError
 from qarl.schemes.plan_terms import PlanTerms
 
 if TYPE_CHECKING:
@@ -71,6 +72,14 @@ class WireSpec(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Cpu:
+    """What a scheme asks about a CPU: its instruction sets, as Linux names them, and whether it has AMX's tiles."""
+
+    flags: frozenset[str]
+    tiles: bool
+
+
+@dataclass(frozen=True)
 class Scheme:
     """The number formats of the weights and the activations of every quantized Linear.
 
@@ -88,8 +97,28 @@ class Scheme:
     """compressed-tensors' name for the layout on disk and on the wire."""
     plan: ClassVar[PlanTerms] = PlanTerms()
     """What `qarl bench plan` needs to know."""
-    engine_computes: ClassVar[str | None] = None
-    """What vLLM's own kernels compute from such a checkpoint instead of this scheme. None: they compute the scheme."""
+    packs_codes: ClassVar[bool] = False
+    """Whether a word on the wire has several codes."""
+    cpu_flags: ClassVar[tuple[str, ...]] = ()
+    """The instruction sets that a CPU needs."""
+    cpu_flags_reason: ClassVar[str] = ""
+    cpu_multiple: ClassVar[int] = 1
+    """Output and input sizes of a layer must be multiples of it in vLLM's kernel for CPUs."""
+    capability: ClassVar[int] = 80
+    """The compute capability that a GPU needs, times ten."""
+    capability_reason: ClassVar[str] = "for BF16 arithmetic and vLLM's Marlin kernel"
+    capability_fix: ClassVar[str] = "use a newer GPU"
+    repacked_on_cpus: ClassVar[bool] = False
+    """Whether vLLM on a CPU keeps linears in a layout of its own, which a trainer in its process cannot read."""
+    experts_repacked_on_cpus: ClassVar[bool] = False
+    """The same for experts."""
+    no_gpu_kernel: ClassVar[str | None] = None
+    """Why QaRL's own kernel for this scheme is not for GPUs, if it is not."""
+    cpu_adapter_limit: ClassVar[str | None] = None
+    """Why plain vLLM does not serve adapters beside such a base on a CPU, if it does not: a sentence for an export.
+    `qarl.rollout.vllm_plugin` then has a class of its own for the base."""
+    export_limit: ClassVar[str | None] = None
+    """What plain vLLM makes of an export, if it is not this scheme: a sentence."""
 
     @classmethod
     def of(cls, group_size: int) -> Scheme:
@@ -110,6 +139,15 @@ class Scheme:
     def quantized(self) -> bool:
         return self.weights is not None
 
+    @property
+    def rounds_activations(self) -> bool:
+        return self.input_activations is not None
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether the weights have so few bits that log-probs are far from those of the BF16 model on some tokens."""
+        return self.weights is not None and self.weights.num_bits <= 4
+
     def check_shape(self, name: str, out_features: int, in_features: int) -> str | None:
         """Return why this scheme cannot quantize the weight `name` [out_features, in_features], or None if it can."""
         group = self.group_size
@@ -125,6 +163,50 @@ class Scheme:
     def wire_bytes(self, out_features: int, in_features: int) -> int:
         """Return the bytes of the wire tensors of an [out_features, in_features] weight."""
         return sum(spec.nbytes for spec in self.wire_specs(out_features, in_features).values())
+
+    def engine_refusal(self, kernels: str) -> UserError | None:
+        """Return an error if the engine would compute another scheme. `kernels`: a value of quant.kernels."""
+        return None
+
+    def verl_refusal(self, where: str) -> UserError | None:
+        """Return an error if the trainers of verl cannot have this scheme. `where`: the key that chose it."""
+        return None
+
+    def cpu_refusal(self, cpu: Cpu, environment: Mapping[str, str]) -> UserError | None:
+        """Return an error if vLLM or the trainer cannot multiply on this CPU, or not equally."""
+        missing = [flag for flag in self.cpu_flags if flag not in cpu.flags]
+        if not missing:
+            return None
+        return UserError(
+            f"this CPU cannot run quant.scheme={self.name}: it lacks {' and '.join(missing)}",
+            where="quant.scheme",
+            why=self.cpu_flags_reason,
+            fix="set quant.scheme=bf16, or use a GPU or a newer CPU (Intel since Ice Lake, AMD since Zen 4)",
+        )
+
+    def gpu_refusal(
+        self, capability: int, kernels: str, disabled_kernels: Collection[str]
+    ) -> UserError | None:
+        """Return an error if vLLM would compute another scheme on a GPU, or choose a kernel that does not run there.
+
+        `capability`: times ten. `kernels`: a value of quant.kernels. `disabled_kernels`: classes that vLLM may not use.
+        """
+        if capability >= self.capability:
+            return None
+        return UserError(
+            f"compute capability {capability / 10} is too low for quant.scheme={self.name}",
+            where=f"quant.scheme={self.name}",
+            why=f"{self.capability / 10} is needed {self.capability_reason}",
+            fix=self.capability_fix,
+        )
+
+    def gpu_experts_refusal(self, where: str) -> UserError | None:
+        """Return an error if vLLM cannot run experts of this scheme on a GPU. `where`: the keys, for the error."""
+        return None
+
+    def gpu_adapted_experts_refusal(self, where: str) -> UserError | None:
+        """The same for experts that have adapters beside them, which trainer and engine must multiply equally."""
+        return None
 
     def quantization_config(self, ignore: Sequence[str] = ()) -> dict[str, Any]:
         """Return the `quantization_config` for `config.json` and vLLM's `hf_overrides`, in plain JSON types.

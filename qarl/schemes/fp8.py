@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qarl.errors import UserError
 from qarl.schemes.eight_bits import EightBits
 from qarl.schemes.plan_terms import BeyondProducts, PlanTerms
 from qarl.schemes.registry import register
@@ -28,3 +29,17 @@ class FP8(EightBits):
             expert_weight=6,
         ),
     )
+    experts_repacked_on_cpus = True  # their codes are FP32 there
+    capability = 89
+    capability_reason = (
+        "for FP8 products; on older GPUs vLLM leaves the activations in BF16 without a warning"
+    )
+    capability_fix = "set quant.scheme=w4a16, or use a newer GPU"
+
+    def gpu_adapted_experts_refusal(self, where: str) -> UserError | None:
+        return UserError(
+            "FP8 experts cannot have adapters beside them on a GPU",
+            where=where,
+            why="an engine with adapters multiplies FP8 experts by Triton, and the trainer by CUTLASS",
+            fix="set quant.scheme=w4a16",
+        )

@@ -13,6 +13,7 @@ class Int4Groups(Scheme):
     """Symmetric int4 weights, one BF16 scale a group of `group_size` elements along K."""
 
     format = "pack-quantized"
+    packs_codes = True
 
     @classmethod
     def of(cls, group_size: int) -> Scheme:

@@ -39,9 +39,14 @@ def scheme_names() -> tuple[str, ...]:
     return tuple(scheme.name for scheme in by_order)
 
 
-def engine_scheme_names() -> tuple[str, ...]:
-    """Return the names of the schemes that vLLM computes with its own kernels."""
-    return tuple(name for name in scheme_names() if _SCHEMES[name].engine_computes is None)
+def engine_scheme_names(*, quantized: bool = False) -> tuple[str, ...]:
+    """Return the names of the schemes that vLLM computes with its own kernels. `quantized`: without bf16."""
+    schemes = [get_scheme(name) for name in scheme_names()]
+    return tuple(
+        scheme.name
+        for scheme in schemes
+        if scheme.engine_refusal("engine") is None and (scheme.quantized or not quantized)
+    )
 
 
 def get_scheme(name: str, group_size: int = 128) -> Scheme:

@@ -6,6 +6,7 @@ int-quantized, which needs one byte per int4 value instead of half a byte.
 
 from __future__ import annotations
 
+from qarl.errors import UserError
 from qarl.schemes.base import QuantArgs
 from qarl.schemes.eight_bits import per_token
 from qarl.schemes.int4_groups import Int4Groups
@@ -18,13 +19,37 @@ class W4A8(Int4Groups):
 
     name = "w4a8"
     order = 4
-    engine_computes = (
-        "from such a checkpoint vLLM computes W4A16 on CPUs, without a warning; on GPUs of capability 9.0 vLLM rounds "
-        "activations and group scales to FP8 (e4m3), also where the checkpoint says int8, and on other GPUs it has no "
-        "kernel"
+    cpu_flags = ("avx512_vnni",)
+    cpu_flags_reason = "without VNNI the int8 products of PyTorch are not exact"
+    no_gpu_kernel = (
+        "on GPUs of capability 9.0 vLLM rounds activations and group scales to FP8 (e4m3), also where the checkpoint "
+        "says int8, and on other GPUs it has no kernel"
     )
     """`CompressedTensorsConfig._is_fp8_w4a8` of vLLM 0.24.0 does not look at the type of the activations, and
     `CutlassW4A8LinearKernel` multiplies float8_e4m3fn."""
+    export_limit = (
+        "Plain vLLM does not compute w4a8: from this folder it computes W4A16 on a CPU, rounds activations to FP8 on a "
+        "GPU of capability 9.0, and refuses it on other GPUs"
+    )
+
+    def engine_refusal(self, kernels: str) -> UserError | None:
+        if kernels == "qarl":
+            return None
+        on_cpus = "from such a checkpoint vLLM computes W4A16 on CPUs, without a warning"
+        return UserError(
+            "w4a8 rollouts are refused",
+            where=f"quant.scheme=w4a8 with quant.kernels={kernels}",
+            why=f"{on_cpus}; {self.no_gpu_kernel}",
+            fix="set quant.kernels=qarl (dense models on a CPU), or use w4a16 or w8a8",
+        )
+
+    def verl_refusal(self, where: str) -> UserError | None:
+        return UserError(
+            "QaRL's actor for verl does not support w4a8",
+            where=where,
+            why="vLLM would compute W4A16. QaRL gives its own W4A8 kernel only to the engine of backend=local",
+            fix="set it to w4a16 or w8a8, or run backend=local with quant.kernels=qarl",
+        )
 
     @property
     def input_activations(self) -> QuantArgs:

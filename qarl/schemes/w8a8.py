@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from qarl.errors import UserError
 from qarl.schemes.eight_bits import EightBits
 from qarl.schemes.plan_terms import BeyondProducts, PlanTerms
 from qarl.schemes.registry import register
+
+_CUTLASS = "CutlassInt8ScaledMMLinearKernel"
+"""vLLM's class for int8 products on GPUs. If it is disabled, vLLM chooses another one."""
 
 
 @register
@@ -28,3 +34,38 @@ class W8A8(EightBits):
             expert_weight=6,
         ),
     )
+    cpu_flags = ("avx512_vnni",)
+    cpu_flags_reason = (
+        "without VNNI the int8 products of vLLM and PyTorch are not exact and not equal"
+    )
+    repacked_on_cpus = True  # in oneDNN's layout
+    experts_repacked_on_cpus = True
+    cpu_adapter_limit = (
+        "On a CPU without AMX, plain vLLM cannot start with this folder and an adapter"
+    )
+
+    def gpu_refusal(
+        self, capability: int, kernels: str, disabled_kernels: Collection[str]
+    ) -> UserError | None:
+        """Also refuse GPUs after 9.0. vLLM chooses CUTLASS on any GPU from 8.0 on, but its int8 products end with 9.0
+        (vLLM 0.24.0, csrc/libtorch_stable/quantization/w8a8/cutlass/scaled_mm_c3x_sm100.cu and _sm120.cu)."""
+        refusal = super().gpu_refusal(capability, kernels, disabled_kernels)
+        cutlass = kernels == "engine" and _CUTLASS not in disabled_kernels
+        if refusal or not cutlass or capability < 100:
+            return refusal
+        return UserError(
+            f"vLLM has no int8 products for compute capability {capability / 10}",
+            where="quant.scheme=w8a8",
+            why="vLLM's CUTLASS kernels support int8 only up to capability 9.0, and fail at start",
+            fix="set quant.scheme=fp8, or with backend=local and a dense model set quant.kernels=qarl",
+        )
+
+    def gpu_experts_refusal(self, where: str) -> UserError | None:
+        """vLLM 0.24, which requirements/gpu.lock has, chooses `TritonExperts`, whose `apply` refuses the int8 rows that
+        it is given. (vLLM 0.29 takes them.)"""
+        return UserError(
+            "vLLM has no int8 products for experts on GPUs",
+            where=where,
+            why="vLLM 0.24 runs them with TritonExperts, which refuses int8 activations as the engine starts",
+            fix="set quant.scheme=fp8 or quant.scheme=w4a16",
+        )

@@ -23,6 +23,7 @@ from qarl.config.objectives import objective_names
 from qarl.config.types import Section
 from qarl.errors import UserError
 from qarl.objectives.settings import SAME_IN_VERL, Settings
+from qarl.schemes import get_scheme
 from qarl.tbpo.config import KEYS, TBPOConfig
 from qarl.verl.config import fsdp_engine_fields
 from qarl.verl.keys import ACTOR, POLICY_LOSS, QUANT
@@ -94,14 +95,11 @@ class QuantFSDPEngineConfig(FSDPEngineConfig):
         if isinstance(self.quant, QuantSettings):
             return
         values = {key: value for key, value in _plain(self.quant).items() if key != "_target_"}
-        if values.get("scheme") == "w4a8":
-            raise UserError(
-                "QaRL's actor for verl does not support w4a8",
-                where=f"{QUANT}.scheme",
-                why="vLLM would compute W4A16. QaRL gives its own W4A8 kernel only to the engine of backend=local",
-                fix="set it to w4a16 or w8a8, or run backend=local with quant.kernels=qarl",
-            )
-        object.__setattr__(self, "quant", checked(QuantSettings, values, QUANT))
+        settings = checked(QuantSettings, values, QUANT)
+        refusal = get_scheme(settings.scheme).verl_refusal(f"{QUANT}.scheme")
+        if refusal is not None:
+            raise refusal
+        object.__setattr__(self, "quant", settings)
 
 
 def checked(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:

@@ -12,7 +12,7 @@ from verl.utils.device import get_device_name
 
 from qarl.errors import UserError
 from qarl.rollout.vllm_plugin import experts_of
-from qarl.schemes import get_scheme
+from qarl.schemes import Scheme, get_scheme
 from qarl.verl.config_classes import QuantFSDPEngineConfig, QuantSettings, as_dict
 from qarl.verl.keys import (
     ACTOR,
@@ -44,7 +44,9 @@ def engine_errors(model: Any, engine: Any) -> list[UserError]:
         if get_device_name() == "cuda":
             from qarl.checks.machine import check_this_gpu
 
-            attempt(lambda: check_this_gpu(engine.quant.scheme, "engine"), errors)
+            scheme = get_scheme(engine.quant.scheme)
+            attempt(lambda: check_this_gpu(scheme, "engine"), errors)
+            errors += _refused_experts(model, engine, scheme)
         conflicts += _quantized_conflicts(engine)
         conflicts += _adapter_conflicts(model, engine)
         wraps = "it replaces or wraps layers that QaRL computes as vLLM does"
@@ -94,6 +96,18 @@ def _quantized_conflicts(engine: QuantFSDPEngineConfig) -> Iterator[Conflict]:
         yield Conflict(f"{SHARDS}.qat.enable", True, False, why)
 
 
+def _refused_experts(
+    model: Any, engine: QuantFSDPEngineConfig, scheme: Scheme
+) -> Iterator[UserError]:
+    """Yield why experts on a GPU cannot have adapters beside them."""
+    experts = bool(experts_of(getattr(model, "hf_config", None)))
+    if not (experts and engine.quant.lora.r):
+        return
+    refusal = scheme.gpu_adapted_experts_refusal(f"{QUANT}.scheme={scheme.name}")
+    if refusal is not None:
+        yield refusal
+
+
 def _adapter_conflicts(model: Any, engine: QuantFSDPEngineConfig) -> Iterator[Conflict]:
     """Yield adapters of verl's, and what QaRL's adapters do not go with."""
     if model.lora_rank > 0:
@@ -105,15 +119,6 @@ def _adapter_conflicts(model: Any, engine: QuantFSDPEngineConfig) -> Iterator[Co
         )
     if not engine.quant.lora.r:
         return
-    on_gpu = get_device_name() == "cuda"
-    experts = bool(experts_of(getattr(model, "hf_config", None)))
-    if on_gpu and experts and engine.quant.scheme == "fp8":
-        yield Conflict(
-            key=f"{QUANT}.scheme",
-            value="fp8",
-            good="w4a16",
-            why="beside adapters vLLM multiplies FP8 experts by Triton on a GPU, and the actor by CUTLASS",
-        )
     stored = str(engine.model_dtype or "fp32")
     if stored != "bf16":
         yield Conflict(f"{SHARDS}.model_dtype", stored, "bf16", "the base is frozen")

@@ -30,7 +30,7 @@ from qarl.rollout.publish.manifest import engines_manifest
 from qarl.rollout.publish.transaction import EngineWeights
 from qarl.rollout.remote.inbox import Inbox
 from qarl.rollout.remote.receive import StreamReceiver
-from qarl.schemes import from_quantization_config
+from qarl.schemes import UNQUANTIZED, from_quantization_config
 from qarl.verl.ask_servers import RESUME
 from qarl.verl.publication import (
     TIMEOUT_VARIABLE,
@@ -117,7 +117,7 @@ def _serve_adapters(vllm_config: Any) -> None:
     """Let this process's engine load adapters."""
     use_vllms_loader()  # verl's extension has replaced it by one that calls a method that vLLM 0.29 does not have
     quantization = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
-    scheme = from_quantization_config(quantization).name if quantization else "bf16"
+    scheme = from_quantization_config(quantization) if quantization else UNQUANTIZED
     _served.enter_context(servable(_adapter_spec(vllm_config.lora_config), scheme))
 
 

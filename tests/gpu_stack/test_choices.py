@@ -131,7 +131,7 @@ def test_linears(
 def test_w4a8_has_fp8_activations_on_hopper_and_no_kernel_elsewhere(
     gpu: tuple[int, int], dense_config: Any, declared: str
 ) -> None:
-    """`declared`: the type of the activations in the checkpoint. QaRL refuses it for this reason (`W4A8_ON_GPUS`)."""
+    """`declared`: the type of the activations in the checkpoint. `W4A8.no_gpu_kernel` is why QaRL refuses it."""
     ours = get_scheme("w4a8", 128)
     assert ours.input_activations and ours.input_activations.type == "int"
     scheme = replace(ours, input_activations=replace(ours.input_activations, type=declared))

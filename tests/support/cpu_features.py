@@ -9,10 +9,11 @@ from functools import cache
 import pytest
 import torch
 
-from qarl.checks.machine import W4A16_CPU_FLAGS, cpu_flags
+from qarl.checks.machine import cpu_flags
+from qarl.schemes.w4a16 import W4A16
 
 needs_w4a16_cpu = pytest.mark.skipif(
-    not {*W4A16_CPU_FLAGS} <= cpu_flags(),
+    not {*W4A16.cpu_flags} <= cpu_flags(),
     reason="vLLM's W4A16 kernel on CPU needs AVX512 with VNNI",
 )
 

@@ -65,7 +65,7 @@ from qarl.kernels.cpu import vllm_linears
 from qarl.kernels.vllm_experts import CpuExperts, PreparedExperts
 from qarl.quant.wire_specs import wire_specs
 from qarl.rollout.publish.experts import STORED
-from qarl.schemes import QuantArgs, Scheme, get_scheme
+from qarl.schemes import QuantArgs, Scheme, engine_scheme_names, get_scheme
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -302,7 +302,8 @@ def scheme_of_weights(operand_args: Mapping[str, Any]) -> Scheme | None:
     except ValueError:  # no scheme of QaRL has these settings
         return None
     group_size = (operands[0] and operands[0].group_size) or 128
-    schemes = (get_scheme(name, group_size) for name in ("w4a16", "w8a8", "fp8"))
+    names = engine_scheme_names(quantized=True)
+    schemes = (get_scheme(name, group_size) for name in names)
     return next(
         (
             candidate

@@ -38,6 +38,7 @@ from qarl.errors import UserError
 from qarl.kernels.base import PreparedWeight
 from qarl.kernels.registry import OWN_KERNELS
 from qarl.rollout.kernel_request import REQUEST_KEY, KernelRequest
+from qarl.schemes import get_scheme
 
 _DISABLED = "VLLM_DISABLED_KERNELS"
 _TABLES = ("_POSSIBLE_KERNELS", "_POSSIBLE_INT8_KERNELS", "_POSSIBLE_FP8_KERNELS")
@@ -105,12 +106,13 @@ class _Own:
         return True, None
 
     @staticmethod
-    def why_not(schemes: tuple[str, ...], shape: tuple[int, int]) -> str | None:
-        """Return why QaRL's kernel does not multiply a weight [N, K] in this engine, or None if it does."""
+    def why_not(format: str, shape: tuple[int, int]) -> str | None:
+        """Return why QaRL's kernel does not multiply a weight [N, K] in this engine, or None if it does. `format`:
+        compressed-tensors' name for the layout of the weights that the class takes."""
         wanted = requested()
         if wanted is None:
             return "quant.kernels=engine"
-        if wanted.scheme not in schemes:
+        if get_scheme(wanted.scheme).format != format:
             return f"the scheme is {wanted.scheme}"
         return OWN_KERNELS[wanted.kernels][wanted.scheme].unavailable(
             wanted.scheme, torch.device(current_platform.device_type), shape
@@ -148,7 +150,7 @@ class QaRLInt4LinearKernel(_Own, MPLinearKernel):
             or c.has_g_idx
         ):
             return False, "only symmetric int4 weights with BF16 inputs are supported"
-        why_not = cls.why_not(("w4a16", "w4a8"), c.partition_weight_shape[::-1])
+        why_not = cls.why_not("pack-quantized", c.partition_weight_shape[::-1])
         return why_not is None, why_not
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -182,7 +184,7 @@ class QaRLInt8LinearKernel(_Own, Int8ScaledMMLinearKernel):
     def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> Answer:
         if not c.is_channelwise or c.is_static_input_scheme or not c.input_symmetric:
             return False, "only channelwise weights and symmetric dynamic inputs are supported"
-        why_not = cls.why_not(("w8a8",), (32, 32))
+        why_not = cls.why_not("int-quantized", (32, 32))
         return why_not is None, why_not
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -207,7 +209,7 @@ class QaRLFP8LinearKernel(_Own, FP8ScaledMMLinearKernel):
         )
         if not per_row or scales[1].static:
             return False, "only channelwise weights and dynamic inputs per token are supported"
-        why_not = cls.why_not(("fp8",), c.weight_shape)
+        why_not = cls.why_not("float-quantized", c.weight_shape)
         return why_not is None, why_not
 
     def apply_weights(

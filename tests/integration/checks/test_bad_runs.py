@@ -34,6 +34,7 @@ from safetensors.torch import load_file, save_file
 
 from qarl.checks import machine
 from qarl.doctor.__main__ import main as doctor
+from qarl.schemes.w4a16 import W4A16
 from qarl.train import main
 
 pytestmark = pytest.mark.usefixtures("startable_run")
@@ -344,7 +345,7 @@ def test_ways_around_a_fault(argument: str) -> None:
 def test_cpu_without_the_kernels_instructions(
     diagnosis: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = {"avx2", *machine.W4A16_CPU_FLAGS} - {"avx512f", "avx512_vnni"}
+    flags = {"avx2", *W4A16.cpu_flags} - {"avx512f", "avx512_vnni"}
     monkeypatch.setattr(machine, "cpu_flags", lambda: flags)
     diagnosis(words=["quant.scheme", "lacks avx512f and avx512_vnni", "quant.scheme=bf16"])
     with pytest.raises(EngineConstructed):

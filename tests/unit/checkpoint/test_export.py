@@ -131,7 +131,7 @@ def test_the_quantized_export_is_what_the_live_model_publishes(tmp_path, scheme,
     ],
 )
 def test_an_export_with_an_adapter_says_what_cannot_load_it(scheme, experts, words):
-    sentences = limits_of_adapter(scheme, experts=experts)
+    sentences = limits_of_adapter(get_scheme(scheme), experts=experts)
     assert len(sentences) == len(words) and all(map(str.__contains__, sentences, words))
 
 

@@ -99,7 +99,9 @@ def test_the_checks_refuse_what_vllm_refuses() -> None:
         layer = MPLinearLayerConfig(
             (k, n), (k, n), scalar_types.uint4b8, torch.bfloat16, 8, False, False
         )
-        ours = functools.partial(layers.check_engine_shapes, {"down_proj": (n, k)})
+        ours = functools.partial(
+            layers.check_engine_shapes, get_scheme("w4a16"), {"down_proj": (n, k)}
+        )
         assert refuses(ours, UserError) != CPUWNA16LinearKernel.can_implement(layer)[0], (n, k)
 
 

@@ -12,7 +12,8 @@ from engine_helpers import config
 from qarl.checks.machine import Machine, check_capability, check_no_new_trl
 from qarl.checks.registry import check_experts, check_kernels, check_scheme
 from qarl.errors import UserError
-from qarl.rollout.engine_config import W4A8_ON_GPUS
+from qarl.schemes import get_scheme
+from qarl.schemes.w4a8 import W4A8
 
 
 def gpu(capability: int) -> Machine:
@@ -26,9 +27,9 @@ def test_training_refuses_what_gpus_do_not_compute(tmp_path, monkeypatch):
     check_scheme(fp8, gpu(89))
     with pytest.raises(UserError) as error:
         check_scheme(config(tmp_path, "quant.scheme=w4a8"), gpu(90))
-    assert W4A8_ON_GPUS in str(error.value)
+    assert W4A8.no_gpu_kernel in str(error.value)
     for scheme, kernels, words in (
-        ("w4a8", "qarl", W4A8_ON_GPUS),
+        ("w4a8", "qarl", W4A8.no_gpu_kernel),
         ("w4a16", "dequantized", "only on a CPU"),
     ):
         with pytest.raises(UserError) as error:
@@ -37,9 +38,9 @@ def test_training_refuses_what_gpus_do_not_compute(tmp_path, monkeypatch):
             )
         assert words in str(error.value)
     with pytest.raises(UserError, match="no int8 products"):
-        check_capability("w8a8", "engine", 100)
+        check_capability(get_scheme("w8a8"), "engine", 100)
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "Other,CutlassInt8ScaledMMLinearKernel")
-    check_capability("w8a8", "engine", 100)
+    check_capability(get_scheme("w8a8"), "engine", 100)
 
 
 def test_experts_that_cannot_run_are_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from qarl.checkpoint.model_files import ModelFiles
 from qarl.checkpoint.resumable import save_checkpoint
 from qarl.checks.memory import checkpoint_bytes, estimate
 from qarl.checks.memory_parts import adapter_parameters
-from qarl.checks.model_size import CUDA_MODEL, ModelSize, prepared_bytes, wire_bytes
+from qarl.checks.model_size import CUDA_MODEL, ModelSize, prepared_bytes
 from qarl.kernels.cpu.torch_linears import (
     CpuW4A8Linear,
     DequantizedW4A16Linear,
@@ -90,7 +90,7 @@ def test_bytes_on_the_wire_are_the_schemes(scheme: str) -> None:
     for n, k in ((64, 96), (40, 128)):
         tensors = wire_specs(get_scheme(scheme, group_size=32), n, k)
         real = sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in tensors.values())
-        assert wire_bytes(scheme, 32, (n, k)) == real
+        assert get_scheme(scheme, 32).wire_bytes(n, k) == real
 
 
 @pytest.mark.parametrize(

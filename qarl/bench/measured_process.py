@@ -183,11 +183,9 @@ class PublishBench:
         self.publish()
 
     def publish(self) -> Phases:
-        with measure_phases() as quantizing:
-            with self.timer.phase("quantize"):
-                tensors = self.policy.published_tensors()
-            with self.timer.phase("publish"):
-                report = self.engine.publish(tensors, version=self.version)
+        with measure_phases() as quantizing, self.timer.phase("publish"):
+            phase = self.timer.phase
+            report = self.policy.publish(self.engine, version=self.version, phase=phase)
         self.version += 1
         metrics = report.metrics(quantizing)
         return _phases(self.timer) | {

@@ -93,6 +93,11 @@ class LinearKernel(Kernel):
         optimizer step."""
         raise NotImplementedError
 
+    @staticmethod
+    def in_layout(prepared: Any) -> Tensors:
+        """Return the int4 codes and scales of `prepared` as tensors in `layout`, which share its memory, or nothing."""
+        return {}
+
     @classmethod
     def prepare_gathered(cls, tensors: Tensors) -> Any:
         """Do the same for a weight that is converted in every forward, because FSDP2 gathers it or it is frozen. Some
@@ -144,6 +149,11 @@ class ExpertsKernel(Kernel):
         """Convert the stacked wire tensors to what `forward` reads. Trained weights are converted once per optimizer
         step."""
         raise NotImplementedError
+
+    @staticmethod
+    def in_layout(prepared: Any) -> tuple[Tensors, Tensors]:
+        """Return both int4 stacks of `prepared` as tensors in `layout`, which share its memory, or nothing."""
+        return {}, {}
 
     @classmethod
     def prepare_gathered(cls, gate_up: Tensors, down: Tensors) -> Any:

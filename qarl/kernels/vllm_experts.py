@@ -113,6 +113,14 @@ class CpuExperts(ExpertsKernel):
         return PreparedExperts(_prepared(gate_up), _prepared(down))
 
     @staticmethod
+    def in_layout(prepared: PreparedExperts) -> tuple[Tensors, Tensors]:
+        if prepared.gate_up.kernel.layout is None:
+            return {}, {}
+        gate_up = vllm_linears.stack_of(prepared.gate_up.experts)
+        down = vllm_linears.stack_of(prepared.down.experts)
+        return gate_up, down
+
+    @staticmethod
     def prepare_gathered(gate_up: Tensors, down: Tensors) -> PreparedExperts:
         """Return weights that are prepared when they are used, for one forward."""
         products = ((_kernel_of(tensors), tensors) for tensors in (gate_up, down))

@@ -303,6 +303,10 @@ class QuantExperts(QuantLayer):
     def by_weight(self) -> dict[str, QuantizedStack]:
         return self.quantized()
 
+    def in_layout(self) -> dict[str, Tensors]:
+        assert self._low_bit is not None
+        return dict(zip(STACKS, self.kernel.in_layout(self._low_bit.prepared), strict=True))
+
     def published_as(self, name: str) -> str:
         return f"{self.qualified_name}.{name}"
 

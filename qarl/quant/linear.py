@@ -132,6 +132,23 @@ class QuantLayer(nn.Module):
         """Return the name under which the weight `name` is published."""
         raise NotImplementedError
 
+    def in_layout(self) -> Mapping[str, Tensors]:
+        """Return what the kernel of a trained layer multiplies by, for each weight, as tensors in the kernel's layout.
+        It is empty for kernels that do not show it."""
+        raise NotImplementedError
+
+    def prepared_codes(self) -> dict[str, torch.Tensor]:
+        """Return the int4 codes that the next forward multiplies by, in the kernel's layout, under published names with
+        the layout's name at the end (`NAME.weight_tiles`). They share the memory of the layer."""
+        layout = self.kernel.layout
+        if layout is None or self.frozen or self.stale:
+            return {}
+        return {
+            f"{self.published_as(name)}.{layout.codes}": tensors[layout.codes]
+            for name, tensors in self.in_layout().items()
+            if layout.codes in tensors
+        }
+
     @property
     def frozen(self) -> bool:
         return self.stored is not None
@@ -293,6 +310,9 @@ class QuantLinear(QuantLayer, nn.Linear):
 
     def by_weight(self) -> dict[str, QuantizedTensor]:
         return {"weight": self.quantized()}
+
+    def in_layout(self) -> dict[str, Tensors]:
+        return {"weight": self.kernel.in_layout(self.prepared)}
 
     def published_as(self, name: str) -> str:
         return self.qualified_name

@@ -26,6 +26,17 @@ def requantize(model: nn.Module) -> None:
         layer.make_ready()
 
 
+def prepared_codes(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the int4 codes that the kernels of the current weights multiply by, in the kernels' own layouts.
+
+    An engine in this process that reads the same layout need not convert the tensors of `packed_state_dict` again. The
+    names are those of published tensors, but end in the layout's name. Tensors are not copied."""
+    codes: dict[str, torch.Tensor] = {}
+    for layer in low_bit_layers(model).values():
+        codes |= layer.prepared_codes()
+    return codes
+
+
 def packed_state_dict(
     model: nn.Module,
     *,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -87,8 +87,17 @@ class EngineFailed(ReloadFailed):
     """vLLM failed, or could not be started. The only remedy is `RolloutEngine.rebuild`."""
 
 
+class WeightSource(Protocol):
+    """Publishes what it has to an engine, for example `Policy.publish`."""
+
+    def __call__(self, engine: RolloutEngine, *, version: int) -> PublishReport: ...
+
+
 class RolloutEngine:
-    """An in-process vLLM whose weights come from `publish`."""
+    """An in-process vLLM whose weights come from `publish`. `rebuilds`: how often vLLM was replaced because it was lost
+    (`qarl.rollout.recovery`)."""
+
+    rebuilds = 0
 
     def __init__(self, config: EngineConfig) -> None:
         from transformers import AutoConfig
@@ -298,8 +307,21 @@ class RolloutEngine:
         metrics: list[Any] = self.llm.get_metrics() if self._counts_preemptions else []
         return sum(int(metric.value) for metric in metrics if metric.name == "vllm:num_preemptions")
 
-    def publish(self, tensors: Iterable[NamedTensor], *, version: int) -> PublishReport:
+    def publish_from(self, source: WeightSource, *, version: int) -> PublishReport:
+        """Let `source` publish its weights as `version`."""
+        return source(self, version=version)
+
+    def publish(
+        self,
+        tensors: Iterable[NamedTensor],
+        *,
+        version: int,
+        prepared: Mapping[str, torch.Tensor] | None = None,
+    ) -> PublishReport:
         """Replace all of the engine's weights with `tensors` (checkpoint names, in layer order), as `version`.
+
+        `prepared`: what the trainer's kernels have made of their codes (`qarl.quant.state_dict.prepared_codes`). An
+        engine whose kernel reads the same layout copies it.
 
         All tensors are compared with the manifest, and with NaN and Inf, before the first one is written. After any
         exception the engine is stale, unless `tensors` is a mapping or `version` none. Exceptions from iterating over
@@ -336,7 +358,7 @@ class RolloutEngine:
                 published = list(stacked(published))
             seconds = {"validate": time.perf_counter() - start}
             with self.weights.replacing(version) as plan:
-                plan.write_units(published)
+                plan.write_units(published, prepared)
             if not self.reset_prefix_cache():
                 raise RuntimeError(
                     "vLLM could not reset its prefix cache: requests are still running"

@@ -319,7 +319,9 @@ def published_digests(policy: Policy) -> dict[str, str]:
     """Return the digests of the tensors that `policy` publishes, by name. With adapters these are those of the base,
     which are computed once, because it is frozen."""
     if policy.adapters is None or not policy.base_digests:
-        digests = {name: tensor_digest(tensor) for name, tensor in policy.packed_state_dict()}
+        digests = {
+            name: tensor_digest(tensor) for name, tensor in policy.published_tensors(stacks=False)
+        }
         if policy.adapters is None:
             return digests
         policy.base_digests.update(digests)

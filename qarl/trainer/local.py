@@ -12,13 +12,15 @@
     publish        weights -> the engine, as the tensors that the next forward multiplies by, under a new version
 
 verl's trainer has the same stages on Ray and FSDP2. Nothing is sampled between the optimizer steps of a training step,
-so weights are published only after the last one. `EngineRecovery` handles failures of the engine.
+so weights are published only after the last one. `rollout.rebuild_on_failure` chooses an engine that survives failures
+of vLLM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -37,10 +39,10 @@ from qarl.objectives.metrics import update_metrics
 from qarl.objectives.settings import objective_settings
 from qarl.process import keep_freed_memory
 from qarl.quant.quantize import measure_phases
-from qarl.quant.state_dict import packed_state_dict, requantize
+from qarl.quant.state_dict import requantize
 from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.publish.manifest import PublishReport
-from qarl.rollout.recovery import EngineRecovery
+from qarl.rollout.recovery import RecoveringEngine
 from qarl.step.updates import is_skipped
 from qarl.trainer.advantages import step_advantages
 from qarl.trainer.batch import Batch, Rows, make_batch, micro_batches, request_seed
@@ -88,11 +90,10 @@ class LocalTrainer:
             self.reference = Policy.load(config).freeze()
         if engine is None:
             with stage("starting the rollout engine (vLLM)"):
-                engine = RolloutEngine(
-                    engine_config(config, self.policy, routing=self.policy.has_experts)
-                )
+                settings = engine_config(config, self.policy, routing=self.policy.has_experts)
+                recovers = config.rollout.rebuild_on_failure
+                engine = RecoveringEngine(settings) if recovers else RolloutEngine(settings)
         self.engine = engine
-        self.recovery = EngineRecovery(engine, rebuild_on_failure=config.rollout.rebuild_on_failure)
         self.timer = PhaseTimer(
             torch.cuda.synchronize if self.policy.device.type == "cuda" else None
         )
@@ -132,7 +133,7 @@ class LocalTrainer:
             self.step += 1
             report = self.publish()
         metrics |= self.source.mismatch(batch) | self.source.metrics() | report.metrics(quantizing)
-        metrics |= {"publish/rebuilds": self.recovery.rebuilds}
+        metrics |= {"publish/rebuilds": self.engine.rebuilds}
         watched, warnings = watch(config, self.policy, batch, metrics)
         self.warnings = warnings + self.source.messages
         log_step_samples(config, self.step, batch, self.source.measured, self.tokenizer)
@@ -153,7 +154,7 @@ class LocalTrainer:
             responses = self.generate(
                 [prompt.prompt_token_ids for prompt in prompts], sampling, seeds
             )
-            self.recovery.sleep()
+            self.engine.sleep()
         if responses.weight_version != self.step:
             raise RuntimeError(
                 f"step {self.step} was sampled from weights of version {responses.weight_version}"
@@ -302,30 +303,15 @@ class LocalTrainer:
 
     def publish(self) -> PublishReport:
         """Send the engine what the next forward multiplies by, as version `step`. With adapters, the base only once."""
-        policy = self.policy
-        if policy.adapters is not None:
-            with self.timer.phase("publish"):
-                return self.recovery.publish_adapter(
-                    lambda: policy.publish_base(self.engine, version=self.step),
-                    policy.adapters.adapter(),
-                    version=self.step,
-                )
-        with self.timer.phase("quantize"):
-            tensors = list(
-                packed_state_dict(
-                    policy.model, scheme=policy.scheme, ignore=policy.ignore, stacks=True
-                )
-            )
+        weights = partial(self.policy.publish, phase=self.timer.phase)
         with self.timer.phase("publish"):
-            return self.recovery.rebuilding_if_lost(
-                lambda: self.engine.publish(tensors, version=self.step)
-            )
+            return self.engine.publish_from(weights, version=self.step)
 
     def generate(
         self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None = None
     ) -> RolloutBatch:
-        """Sample a response to each prompt. An engine that has to be replaced gets the current weights."""
-        return self.recovery.generate(prompts, sampling, seeds, publish=self.publish)
+        """Sample a response to each prompt."""
+        return self.engine.generate(prompts, sampling, seeds)
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean reward of greedy responses to the held-out prompts, and that of each data source if there are

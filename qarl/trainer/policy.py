@@ -8,7 +8,7 @@ log-probs do not depend on the other rows of its batch. If they did, the differe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from qarl.lora.layers import Adapters
 from qarl.quant.convert import quantize_model
 from qarl.quant.experts import stacked_experts
 from qarl.quant.meta_model import TORCH_DTYPES, check_buffers, default_dtype_kept
-from qarl.quant.state_dict import packed_state_dict
+from qarl.quant.state_dict import packed_state_dict, prepared_codes
 from qarl.schemes import Scheme, get_scheme
 from qarl.step.noise import TrainedModel
 from qarl.step.routing import RoutingReplay
@@ -40,6 +40,15 @@ if TYPE_CHECKING:
     from qarl.config import Config
     from qarl.rollout.engine import RolloutEngine
     from qarl.rollout.publish.manifest import PublishReport
+
+
+Phase = Callable[..., AbstractContextManager[None]]
+"""`PhaseTimer.phase` or `untimed`."""
+
+
+def untimed(name: str, *, not_in: str | None = None) -> AbstractContextManager[None]:
+    """Return a context that does nothing."""
+    return nullcontext()
 
 
 def check_finite(model: nn.Module, dtype: str) -> None:
@@ -322,9 +331,27 @@ class Policy:
         """Whether the logits are lm_head's unchanged output."""
         return has_plain_head(self.model)
 
-    def published_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors to publish. The forward of quantized layers uses these tensors."""
-        return list(self.packed_state_dict(stacks=True))
+    def published_tensors(self, *, stacks: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors to publish. The forward of quantized layers uses these tensors. `stacks=False`: with
+        experts one by one, as in a checkpoint."""
+        return packed_state_dict(self.model, scheme=self.scheme, ignore=self.ignore, stacks=stacks)
+
+    def publish(
+        self, engine: RolloutEngine, *, version: int, phase: Phase = untimed
+    ) -> PublishReport:
+        """Send `engine` what the next forward multiplies by, as `version`. With adapters, the base only if the engine
+        does not have it. `phase`: times the quantization of weights that no forward has quantized, in the phase
+        `publish`."""
+        if self.adapters is None:
+            with phase("quantize", not_in="publish"):
+                tensors = list(self.published_tensors())
+            codes = prepared_codes(self.model)
+            return engine.publish(tensors, version=version, prepared=codes)
+        base = None
+        if not engine.has_weights:
+            base = self.publish_base(engine, version=version)
+        report = engine.publish_adapter(self.adapters.adapter(), version=version)
+        return report if base is None else report.after(base)
 
     def publish_base(self, engine: RolloutEngine, *, version: int) -> PublishReport:
         """Publish the frozen base of the adapters. Then share its weights with the engine where that is possible."""
@@ -352,9 +379,6 @@ class Policy:
         self.model.requires_grad_(False).eval()
         return self
 
-    def packed_state_dict(self, *, stacks: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        return packed_state_dict(self.model, scheme=self.scheme, ignore=self.ignore, stacks=stacks)
-
     def save(self, folder: Path, tokenizer: Any) -> Path:
         """Write the model, in compressed-tensors format unless the scheme is bf16, with its config and tokenizer. An
         adapter is beside it, in the folder `adapter`."""
@@ -365,7 +389,7 @@ class Policy:
         return save_model(
             folder,
             files,
-            self.packed_state_dict(),
+            self.published_tensors(stacks=False),
             scheme=self.scheme,
             ignore=self.ignore,
             adapter=adapter,

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,16 +67,7 @@ class Rollouts:
         now = (step, tuple(parameter._version for parameter in self.policy.model.parameters()))
         if self.published == now and not self.engine.stale:
             return
-        if self.policy.adapters is None:
-            self.report = self.engine.publish(self.policy.published_tensors(), version=step)
-        else:
-            base = (
-                None
-                if self.engine.has_weights
-                else self.policy.publish_base(self.engine, version=step)
-            )
-            report = self.engine.publish_adapter(self.policy.adapters.adapter(), version=step)
-            self.report = replace(report, bytes=report.bytes + (base.bytes if base else 0))
+        self.report = self.engine.publish_from(self.policy.publish, version=step)
         self.published = now
 
     def _seeds(self, trainer: Any, step: int, count: int) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 
 from qarl.config import Config, load_config
 from qarl.quant import Scheme, get_scheme, quantize_model
+from qarl.quant.convert import DEFAULT_IGNORE
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
 
 SCHEME = get_scheme("w4a16", group_size=32)
@@ -16,7 +17,12 @@ PROMPTS = [[3 + i % 7, 5, 8 + i % 11, 4] for i in range(16)]
 
 
 def load_model(
-    folder: Path, *, noise_seed: int | None = None, scheme: Scheme = SCHEME, kernels: str = "engine"
+    folder: Path,
+    *,
+    noise_seed: int | None = None,
+    scheme: Scheme = SCHEME,
+    kernels: str = "engine",
+    ignore: tuple[str, ...] = DEFAULT_IGNORE,
 ) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -26,7 +32,7 @@ def load_model(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    quantize_model(model, scheme=scheme, kernels=kernels)
+    quantize_model(model, scheme=scheme, ignore=ignore, kernels=kernels)
     return model
 
 

@@ -15,7 +15,7 @@ from checkout import ROOT
 from qarl.config import Config, describe_keys
 from qarl.config.schema import sections
 from qarl.config.types import Section
-from qarl.rollout.engine import EngineFailed, RolloutBatch
+from qarl.rollout.engine import RolloutBatch
 from qarl.rollout.publish.manifest import PublishReport
 
 PACKAGE = f"{ROOT / 'qarl'}/"
@@ -59,9 +59,8 @@ class AnsweringEngine:
     """In the place of `RolloutEngine`: each response is three tokens, with log-probs that nobody computed."""
 
     stale, weight_version, has_weights = False, -1, False
-    receiver = SimpleNamespace(storage=dict)
-    fails = False
-    """Whether the first call of `generate` fails."""
+    weights = SimpleNamespace(storage=dict)
+    rebuilds = 0
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -72,7 +71,11 @@ class AnsweringEngine:
     def __exit__(self, *error: object) -> None:
         return None
 
-    def publish(self, tensors: Any, *, version: int) -> PublishReport:
+    def publish_from(self, source: Any, *, version: int) -> PublishReport:
+        report: PublishReport = source(self, version=version)
+        return report
+
+    def publish(self, tensors: Any, *, version: int, prepared: Any = None) -> PublishReport:
         assert sum(1 for _ in tensors)
         self.weight_version = version
         return PublishReport(0, 1, 1000, 0, 0, {})
@@ -81,18 +84,12 @@ class AnsweringEngine:
         self.weight_version, self.has_weights = version, True
         return PublishReport(0, 1, adapter.nbytes, 0, 0, {})
 
-    def rebuild(self) -> None:
-        return None
-
     def sleep(self) -> None:
         return None
 
     def generate(
         self, prompts: list[list[int]], sampling: Any, seeds: list[int] | None = None
     ) -> RolloutBatch:
-        if AnsweringEngine.fails:
-            AnsweringEngine.fails = False
-            raise EngineFailed("made to fail", why="a test")
         rows = [[3 + i % 50, 4, 1] for i in range(len(prompts))]
         return RolloutBatch(
             prompts, rows, [[-4.0] * 3 for _ in rows], ["stop"] * len(rows), self.weight_version

@@ -141,6 +141,7 @@ class RecordedEngine:
     """An engine that answers with the recorded responses."""
 
     has_weights, routing = True, False
+    rebuilds = 0
 
     def __init__(self, batch: RolloutBatch) -> None:
         self._batch = batch
@@ -148,7 +149,11 @@ class RecordedEngine:
     def generate(self, prompts: Any, sampling: Any, seeds: Any) -> RolloutBatch:
         return self._batch
 
-    def publish(self, tensors: Any, version: int) -> PublishReport:
+    def publish_from(self, source: Any, *, version: int) -> PublishReport:
+        report: PublishReport = source(self, version=version)
+        return report
+
+    def publish(self, tensors: Any, *, version: int, prepared: Any) -> PublishReport:
         return PublishReport.of(list(tensors), {}, version, {})
 
     def sleep(self) -> None: ...

@@ -142,6 +142,10 @@ class VllmCpuWNA16Linear(LinearKernel):
         return PreparedWeight(weight, tensors["weight_scale"].t().contiguous())
 
     @staticmethod
+    def in_layout(prepared: PreparedWeight) -> Tensors:
+        return {TILES.codes: prepared.weight, "weight_scale": prepared.scale.t()}
+
+    @staticmethod
     def prepare_stack(tensors: Tensors) -> list[PreparedWeight]:
         """Prepare all matrices of a stack [E, N, ...] at once. Each result is a view. Except for tiles, its memory is
         new, because a transport may reuse that of `tensors`."""

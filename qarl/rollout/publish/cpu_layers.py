@@ -48,13 +48,27 @@ def write_unquantized(layer: Any, parts: list[Part]) -> None:
 
 
 def write_wna16(layer: Any, parts: list[Part]) -> None:
-    """Write int4 weights in blocks of 16 output channels, and the scales transposed."""
-    prepared = VllmCpuWNA16Linear.prepare(
-        {name: _fused(parts, name) for name in ("weight_packed", "weight_scale")}
-    )
-    layer.weight_packed.data.copy_(prepared.weight)
-    layer.weight_scale.data.copy_(prepared.scale)
+    """Write int4 weights in tiles of 16 output channels, and the scales transposed.
+
+    `parts` may have the tiles that the trainer's kernel has made of their codes."""
+    if all(TILES.codes in part for part in parts):
+        _copy_tiles(layer, parts)
+    else:
+        prepared = VllmCpuWNA16Linear.prepare(
+            {name: _fused(parts, name) for name in ("weight_packed", "weight_scale")}
+        )
+        layer.weight_packed.data.copy_(prepared.weight)
+        layer.weight_scale.data.copy_(prepared.scale)
     _write_bias(layer, parts)
+
+
+def _copy_tiles(layer: Any, parts: list[Part]) -> None:
+    rows = [len(part["weight_scale"]) for part in parts]
+    for stored, part in zip(_read_wna16(layer, rows), parts, strict=True):
+        for name, view in stored.items():
+            tensor = part[name]
+            assert view.shape == tensor.shape and view.dtype == tensor.dtype
+            view.copy_(tensor)
 
 
 def write_int8(layer: Any, parts: list[Part]) -> None:
@@ -148,6 +162,9 @@ def _read_experts(layer: Any, rows: list[int]) -> list[Part]:
     stacks: list[Part] = layer.quant_method.storage()
     return stacks
 
+
+TAKE_TILES: tuple[Writer, ...] = (write_wna16, write_low_bit)
+"""Functions that write a layer whose kernel reads tiles, and take them in place of the published codes."""
 
 READERS: dict[Writer | None, Reader] = {
     write_wna16: _read_wna16,

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -93,6 +93,13 @@ class PublishReport:
                 elements += tensor.numel() * (8 if leaf == "weight_packed" else 1)
         nbytes = sum(tensor.nbytes for _, tensor in tensors)
         return cls(version, len(tensors), nbytes, quantized_bytes, 2 * elements, seconds)
+
+    def after(self, base: PublishReport) -> PublishReport:
+        """Return the report of both publishes: that of an adapter, and before it that of its `base`."""
+        seconds = dict(base.seconds)
+        for phase, value in self.seconds.items():
+            seconds[phase] = seconds.get(phase, 0.0) + value
+        return replace(base, bytes=base.bytes + self.bytes, seconds=seconds)
 
     @property
     def quantized_ratio(self) -> float:

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
+from qarl.kernels.cpu.vllm_linears import TILES
 from qarl.rollout.publish import cpu_layers, experts, graph_addresses
 from qarl.rollout.publish.experts import Writer, holds_experts
 from qarl.rollout.publish.manifest import WRAPPED, Manifest, NamedTensor, unit_of, without_wrappers
@@ -66,9 +67,21 @@ class Target:
     cut: Cut | None = None
     parts: list[str] = field(default_factory=list)
 
-    def write(self, parts: list[Part]) -> None:
+    def write(self, parts: list[Part], prepared: Mapping[str, torch.Tensor]) -> None:
+        """`prepared`: see `WritePlan.write`."""
         assert self.writer is not None and self.cut is not None
-        self.writer(self.module, self.cut(self.module, parts))
+        shares = self.cut(self.module, parts)
+        is_whole = shares is parts
+        if is_whole and self.writer in cpu_layers.TAKE_TILES:
+            shares = [
+                self._with_codes(*pair, prepared) for pair in zip(self.parts, parts, strict=True)
+            ]
+        self.writer(self.module, shares)
+
+    def _with_codes(self, owner: str, part: Part, prepared: Mapping[str, torch.Tensor]) -> Part:
+        """Return the tensors of the checkpoint module `owner`, with its prepared codes if there are any."""
+        codes = prepared.get(f"{owner}.{TILES.codes}")
+        return part if codes is None else part | {TILES.codes: codes}
 
 
 DERIVED = {
@@ -199,15 +212,24 @@ class WritePlan:
                 fix="remove the setting in config.json that adds them (such as a bias), or report this model family",
             )
 
-    def write_units(self, tensors: Iterable[NamedTensor]) -> None:
-        """Write all tensors of a publish, in layer order, one unit at a time."""
+    def write_units(
+        self, tensors: Iterable[NamedTensor], prepared: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Write all tensors of a publish, in layer order, one unit at a time. `prepared`: see `write`."""
         for _, unit in groupby(tensors, key=lambda item: unit_of(item[0])):
-            self.write(dict(unit))
+            self.write(dict(unit), prepared)
 
     @torch.no_grad()
-    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def write(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        prepared: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         """Write the tensors of whole modules. After ReloadFailed the engine is broken. After any other exception the
-        same write can be repeated."""
+        same write can be repeated.
+
+        `prepared`: codes of these tensors that the trainer's kernel has converted already (`NAME.weight_tiles`). They
+        are copied where the engine has the same layout."""
         parts: dict[str, Part] = {}
         for name, tensor in tensors.items():
             owner, _, leaf = name.rpartition(".")
@@ -219,7 +241,7 @@ class WritePlan:
             if target.writer is None:
                 reloaded.append(target)
             else:
-                target.write(whole)
+                target.write(whole, prepared or {})
         if reloaded:
             self._reload(reloaded, parts)
 

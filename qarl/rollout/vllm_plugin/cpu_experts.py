@@ -211,8 +211,10 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         self.write(layer, *loaded)
 
     def write(self, layer: Any, gate_up: Tensors, down: Tensors) -> None:
-        """Replace the weights by published tensors, stacked over experts: gate_up [E, 2I, ...], down [E, H, ...]."""
-        prepared = CpuExperts.prepare(gate_up, down)
+        """Replace the weights by published tensors, stacked over experts: gate_up [E, 2I, ...], down [E, H, ...].
+
+        Both may have the tiles that the trainer's kernel has made (`weight_tiles`), which are copied."""
+        prepared = CpuExperts.prepare(_own_tiles(gate_up), _own_tiles(down))
         if self.moe_kernel is None:
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)
             prepare_finalize = maybe_make_prepare_finalize(
@@ -258,6 +260,12 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         settings = {name: getattr(layer, name) for name in names.split()}
         y: torch.Tensor = kernel.apply_monolithic(x, None, None, router_logits, **settings)
         return y
+
+
+def _own_tiles(stack: Tensors) -> Tensors:
+    """Return `stack` with a copy of its tiles, if it has any. The kernel keeps them, and the trainer's are its own."""
+    codes = vllm_linears.TILES.codes
+    return stack if codes not in stack else {**stack, codes: stack[codes].clone()}
 
 
 def _ignore_weight(

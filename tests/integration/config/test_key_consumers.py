@@ -67,7 +67,8 @@ RUNS = (
 def test_the_local_backend_reads_every_key(
     startable_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(local, "RolloutEngine", AnsweringEngine)
+    for name in ("RolloutEngine", "RecoveringEngine"):
+        monkeypatch.setattr(local, name, AnsweringEngine)
     # The log-probs of the engine are made up, so no limit may stop the run.
     base = [
         "config=run.yaml",
@@ -77,7 +78,6 @@ def test_the_local_backend_reads_every_key(
     ]
     with traced() as reads:
         for number, run in enumerate(RUNS):
-            AnsweringEngine.fails = run is GRPO
             code = train.main([*base, "trainer.num_threads=1", *run])
             assert code == 0, (number, capsys.readouterr().err[-2000:])
     consumers = {

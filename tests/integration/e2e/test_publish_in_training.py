@@ -45,11 +45,11 @@ def fail_to_write(trainer: LocalTrainer, monkeypatch: pytest.MonkeyPatch) -> Non
     assert trainer.engine.weights is not None
     plan, write = trainer.engine.weights.plan, trainer.engine.weights.plan.write
 
-    def fail(tensors):
+    def fail(tensors, prepared):
         if any("layers.1" in name for name in tensors):
             monkeypatch.undo()
             raise MemoryError("no memory for the tiles")
-        write(tensors)
+        write(tensors, prepared)
 
     monkeypatch.setattr(plan, "write", fail)
 
@@ -79,7 +79,7 @@ def test_training_survives_a_failed_publish_and_a_lost_engine(tmp_path, monkeypa
         trainer.engine.llm.llm_engine.engine_core.shutdown()
         with pytest.raises(EngineFailed, match="is lost"):
             trainer.train_step()
-        assert state_digest(trainer) == before and trainer.recovery.rebuilds == 0
+        assert state_digest(trainer) == before and trainer.engine.rebuilds == 0
 
 
 def test_with_rebuild_on_failure_the_run_goes_on(tmp_path, capfd):

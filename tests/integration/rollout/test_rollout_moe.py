@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cpu_features import needs_w4a16_cpu
-from engine_helpers import PROMPTS, greedy
+from engine_helpers import PROMPTS, greedy, load_model
 from expert_cases import exact, exact_bf16, exact_weight, off
 from fresh_vllm import greedy_in_a_fresh_vllm
 from random_moe import (
@@ -24,7 +24,8 @@ from random_moe import (
 )
 
 from qarl.kernels.vllm_experts import CpuExperts, VllmCpuBf16Experts
-from qarl.quant import Scheme, get_scheme
+from qarl.quant import Scheme, get_scheme, packed_state_dict
+from qarl.quant.state_dict import prepared_codes
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig, _engine_weights
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
@@ -82,6 +83,26 @@ def test_after_a_publish_it_is_a_freshly_started_vllm(running: Running, tmp_path
     saved = save_checkpoint(tmp_path / "export", running.folder, running.scheme, running.first)
     fresh = greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64)
     assert greedy(running.engine) == fresh == before
+
+
+def test_stacks_that_the_trainers_kernel_has_prepared_are_not_converted_again(
+    running: Running,
+) -> None:
+    """The engine gets the same bits, in memory of its own."""
+    model = load_model(running.folder, noise_seed=2, scheme=running.scheme, ignore=IGNORE)
+    tensors = list(packed_state_dict(model, scheme=running.scheme, ignore=IGNORE, stacks=True))
+    codes = prepared_codes(model)
+    stacks = [name for name in codes if ".experts." in name]
+    assert len(stacks) == (4 if running.scheme.name == "w4a16" else 0)
+    running.engine.publish(tensors, version=1)
+    converted = greedy(running.engine)
+    running.engine.publish(running.first.items(), version=2)
+    running.engine.publish(tensors, version=3, prepared=codes)
+    for name in stacks:
+        codes[name].fill_(7)
+    assert greedy(running.engine) == converted
+    running.engine.publish(tensors, version=4, prepared=codes)
+    assert (greedy(running.engine) != converted) is bool(stacks)
 
 
 def test_layerwise_reload_of_experts_is_the_direct_write(running: Running) -> None:

@@ -17,10 +17,12 @@ from cpu_features import needs_w4a16_cpu
 from engine_helpers import PROMPTS, greedy, load_model
 from fresh_vllm import greedy_in_a_fresh_vllm
 from random_models import save_random_model
+from same_bytes import same_bytes
 
 from qarl.checkpoint.model_files import ModelFiles, save_model
 from qarl.errors import UserError
 from qarl.quant import QuantLinear, Scheme, get_scheme, packed_state_dict
+from qarl.quant.state_dict import prepared_codes
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
@@ -109,6 +111,28 @@ def test_the_trainers_layers_equal_the_engines_bit_for_bit(running: Running) -> 
                 name,
                 len(x),
             )
+
+
+def test_what_the_trainers_kernel_has_prepared_is_not_converted_again(running: Running) -> None:
+    """The engine gets the same bits, from memory of its own."""
+    model = running.load_model(noise_seed=1)
+    tensors = list(packed_state_dict(model))
+    codes = prepared_codes(model)
+    assert bool(codes) is (running.scheme.name == "w4a16" and running.kernels == "engine")
+    running.engine.publish(tensors, version=1)
+    converted = parameters_of(running.engine)
+    running.engine.publish(packed_state_dict(running.load_model(noise_seed=2)), version=2)
+    running.engine.publish(tensors, version=3, prepared=codes)
+    for tensor in codes.values():
+        tensor.fill_(7)
+    assert all(map(same_bytes, converted, parameters_of(running.engine)))
+    running.engine.publish(tensors, version=4, prepared=codes)
+    taken = not all(map(same_bytes, converted, parameters_of(running.engine)))
+    assert taken is bool(codes)
+
+
+def parameters_of(engine: RolloutEngine) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in engine.model().parameters()]
 
 
 def test_publishes_there_and_back_are_exact(running: Running) -> None:

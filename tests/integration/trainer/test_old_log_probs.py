@@ -81,7 +81,7 @@ class Steps(LocalTrainer):
             [],
         )
         self.replace_policy(Policy(model, get_scheme("w8a8"), ("lm_head",), align=Level.LINEARS))
-        self.recovery, self.tokenizer = SimpleNamespace(rebuilds=0), None
+        self.engine, self.tokenizer = SimpleNamespace(rebuilds=0), None
         self.spoil: dict[int, list[int]] = {}
         """Step -> rows whose first rollout log-prob is the next larger FP32 number."""
         self.passes: list[int] = []

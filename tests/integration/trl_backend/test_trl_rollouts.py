@@ -16,9 +16,9 @@ from qarl.trl.rollouts import Rollouts
 
 def rollouts() -> tuple[Rollouts, torch.nn.Linear, list[int]]:
     model, published = torch.nn.Linear(2, 2), []
-    policy: Any = SimpleNamespace(model=model, adapters=None, published_tensors=lambda: [])
+    policy: Any = SimpleNamespace(model=model, publish=None)
     engine: Any = SimpleNamespace(
-        stale=False, publish=lambda tensors, version: published.append(version)
+        stale=False, publish_from=lambda source, version: published.append(version)
     )
     return Rollouts(policy, engine), model, published
 

@@ -48,7 +48,10 @@ class Engine:
     def __init__(self, _: Any) -> None:
         self.generator = torch.Generator().manual_seed(0)
 
-    def publish(self, tensors: Any, version: int) -> Any:
+    def publish_from(self, source: Any, *, version: int) -> Any:
+        return source(self, version=version)
+
+    def publish(self, tensors: Any, *, version: int, prepared: Any) -> Any:
         return PublishReport.of(list(tensors), {}, version, {})
 
     def sleep(self) -> None:

@@ -102,7 +102,7 @@ def test_a_publish_has_the_base_only_if_a_server_lacks_it(case, results, local, 
     first, second = (
         [(name.split("#")[0], tensor) for name, tensor in s] for s in results[world]["streams"]
     )
-    base = dict(local[3].packed_state_dict(stacks=True))
+    base = dict(local[3].published_tensors())
     adapter = {name: tensor.bfloat16() for name, tensor in results[world]["states"][0].items()}
     for stream, expected in (
         (first, [*base.items(), *adapter.items()]),

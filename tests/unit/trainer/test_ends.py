@@ -27,10 +27,12 @@ pytestmark = pytest.mark.usefixtures("no_probe")
 
 
 class Engine:
-    """Answers each prompt with the same two tokens. `lost`: it fails, and so does one in its place."""
+    """Answers each prompt with the same two tokens. `lost`: it fails."""
 
     lost = False
     weight_version = 0
+    rebuilds = 0
+    publish_from: Any = RolloutEngine.publish_from
 
     def __enter__(self) -> Engine:
         return self
@@ -41,7 +43,7 @@ class Engine:
         if self.lost:
             raise RuntimeError("a lost engine cannot be closed")
 
-    def publish(self, tensors: Any, *, version: int) -> PublishReport:
+    def publish(self, tensors: Any, *, version: int, prepared: Any) -> PublishReport:
         self.weight_version = version
         return PublishReport(version, len(list(tensors)), 1000, 0, 0, {})
 
@@ -51,11 +53,6 @@ class Engine:
         count = len(prompts)
         return RolloutBatch(
             prompts, [[5, 1]] * count, [[-1.0, -1.0]] * count, ["stop"] * count, self.weight_version
-        )
-
-    def rebuild(self) -> None:
-        raise EngineFailed(
-            "the rollout engine is lost, and a new one could not be started", why="killed"
         )
 
     def sleep(self) -> None:

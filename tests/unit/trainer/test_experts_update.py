@@ -50,7 +50,9 @@ def train_step(run: Any) -> None:
 
 
 def published(run: Any) -> dict[str, str]:
-    return {name: tensor_digest(tensor) for name, tensor in run.policy.packed_state_dict()}
+    return {
+        name: tensor_digest(tensor) for name, tensor in run.policy.published_tensors(stacks=False)
+    }
 
 
 @pytest.mark.parametrize(

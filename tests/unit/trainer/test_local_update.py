@@ -53,7 +53,10 @@ def everything(trainer: Any) -> dict[str, torch.Tensor]:
     tensors |= {f"master.{name}": p for name, p in state["masters"].items()}
     for index, slots in state["inner"]["state"].items():
         tensors |= {f"moment.{index}.{name}": v for name, v in slots.items() if torch.is_tensor(v)}
-    tensors |= {f"published.{name}": tensor for name, tensor in trainer.policy.packed_state_dict()}
+    tensors |= {
+        f"published.{name}": tensor
+        for name, tensor in trainer.policy.published_tensors(stacks=False)
+    }
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
@@ -143,7 +146,7 @@ def asking(tmp_path) -> Iterator[LocalTrainer]:
         pad_token_id=0,
     )
     trainer.policy = SimpleNamespace(device=torch.device("cpu"))
-    trainer.recovery = SimpleNamespace(sleep=lambda: None)
+    trainer.engine = SimpleNamespace(sleep=lambda: None)
     trainer.tokenizer = Tokenizer()
 
     def generate(

@@ -105,11 +105,11 @@ def test_a_write_that_fails_leaves_a_stale_engine_that_the_next_one_repairs(monk
     write_all(mine, tensors, version=1)
     write, units = mine.plan.write, []
 
-    def fail_at_the_second(unit):
+    def fail_at_the_second(unit, prepared):
         units.append(unit)
         if len(units) == 2:
             raise MemoryError("no memory")
-        write(unit)
+        write(unit, prepared)
 
     monkeypatch.setattr(mine.plan, "write", fail_at_the_second)
     with pytest.raises(MemoryError):

@@ -204,9 +204,22 @@ def _together(shards: Sequence[WeightShard], device: torch.device | None) -> Non
         )
 
 
+def gathered(
+    tensor: torch.Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return the whole of a tensor that FSDP2 may have sharded. All ranks must call this together.
+
+    `device`: where to, by default where the tensor is. `dtype`: what to cast numbers to that are not integers."""
+    tensor = tensor.detach()
+    if device is not None:
+        tensor = tensor.to(device, non_blocking=True)
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def sharded_wire_tensors(
     model: nn.Module,
-    gather: Callable[[torch.Tensor], torch.Tensor],
     *,
     scheme: Scheme,
     ignore: Sequence[str] = convert.DEFAULT_IGNORE,
@@ -218,7 +231,6 @@ def sharded_wire_tensors(
     If the model was not converted (`quant.align=off`), each weight is quantized for this publish.
 
     Args:
-        gather: returns the whole BF16 tensor of an unquantized state-dict entry, on every rank.
         device: where to quantize and to gather. Default: the device of the masters.
     """
     entries = model.state_dict()
@@ -233,7 +245,9 @@ def sharded_wire_tensors(
             continue
         owner, _, leaf = name.rpartition(".")
         if owner not in selected or leaf not in ("weight", *STACKS):
-            yield from unquantized_tensors(name, gather(entry), stacks=True)
+            yield from unquantized_tensors(
+                name, gathered(entry, device, torch.bfloat16), stacks=True
+            )
             continue
         layer = layers[owner]
         shard = (

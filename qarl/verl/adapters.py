@@ -12,28 +12,28 @@ compute as the engine does, and `get_per_tensor_param` has no base in low bits f
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from verl.utils.device import get_device_id
+from verl.utils.device import get_device_name
 
 from qarl.checkpoint.read_weights import BASE_FILE
 from qarl.checkpoint.resumable import tensor_digest
 from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
 from qarl.lora.layers import Adapters
+from qarl.quant.fsdp import gathered
 from qarl.quant.linear import QuantLayer
 from qarl.quant.state_dict import packed_state_dict
+from qarl.rollout.publish.manifest import NamedTensor
 from qarl.rollout.remote.delta import Tally
-from qarl.rollout.remote.records import numbered
-from qarl.rollout.remote.wire import encode_publish
+from qarl.rollout.remote.wire import encode_publish, numbered
 from qarl.schemes import Scheme
-from qarl.verl.publication import Publication, run_identity
+from qarl.verl.publication import run_identity
 
 Named = Iterator[tuple[str, torch.Tensor]]
 
@@ -92,18 +92,22 @@ class ActorAdapters(Adapters):
             self.model, scheme=self._scheme, ignore=self._ignore, stacks=stacks
         )
 
-    def publication(self, version: int, *, with_base: bool) -> Publication:
+    def stream(self, version: int, *, with_base: bool) -> Generator[NamedTensor]:
         """Return the publish of the adapter, after its base if `with_base`. All ranks must read it together."""
         settings = {"r": self.rank, "alpha": self.alpha, "targets": self.targets, "base": self.base}
-        rounded = (
-            (name, gathered(tensor, torch.bfloat16)) for name, tensor in self.tensors().items()
-        )
-        streams = [encode_publish(rounded, version=version, run=run_identity(), adapter=settings)]
+        device = torch.device(get_device_name())
+        common: dict[str, Any] = {"version": version, "run": run_identity()}
+        streams = []
         if with_base:
-            base = ((name, gathered(tensor)) for name, tensor in self._base(stacks=True))
-            streams.insert(0, encode_publish(base, version=version, run=run_identity()))
+            base = ((name, gathered(tensor, device)) for name, tensor in self._base(stacks=True))
+            streams.append(encode_publish(base, **common))
+        rounded = (
+            (name, gathered(tensor, device, torch.bfloat16))
+            for name, tensor in self.tensors().items()
+        )
+        streams.append(encode_publish(rounded, adapter=settings, **common))
         self.tally = Tally()
-        return Publication(numbered(self.tally.count(chain(*streams))))
+        return numbered(self.tally.count(chain(*streams)))
 
     def metrics(self) -> dict[str, float]:
         return {"publish/mbytes": self.tally.bytes / 1e6} if self.tally.bytes else {}
@@ -154,12 +158,3 @@ class ActorAdapters(Adapters):
             )
         for name, tensor in state.items():
             ours[name].copy_(tensor)
-
-
-def gathered(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the whole of a tensor that FSDP2 may have sharded, on the actor's device, from which verl may have
-    offloaded it. All ranks must call this together. `dtype`: what to cast numbers to that are not integers."""
-    tensor = tensor.detach().to(get_device_id(), non_blocking=True)
-    if dtype is not None and tensor.is_floating_point():
-        tensor = tensor.to(dtype)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -24,7 +24,7 @@ registers no engine for NVIDIA, AMD or `cpu`, so QaRL registers this one for the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -45,13 +45,14 @@ from qarl.errors import UserError
 from qarl.quant.convert import quantize_model
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
 from qarl.quant.meta_model import check_buffers, restore_buffers
+from qarl.rollout.publish.manifest import NamedTensor
 from qarl.rollout.remote.wire import DeltaSender
 from qarl.schemes import UNQUANTIZED, get_scheme
 from qarl.step.limit import StepLimit
 from qarl.step.statistics import Counts
 from qarl.step.updates import RunState
 from qarl.verl import forward
-from qarl.verl.adapters import ActorAdapters, gathered
+from qarl.verl.adapters import ActorAdapters
 from qarl.verl.ask_servers import Watch, refuse_dead_servers, servers_have_base
 from qarl.verl.checkpoint import check_files, check_record, save_record
 from qarl.verl.config_classes import QuantFSDPEngineConfig
@@ -64,7 +65,7 @@ from qarl.verl.loss import (
     refuse_hidden_mismatch,
 )
 from qarl.verl.optimizer import build_optimizer, chosen_optimizer
-from qarl.verl.publication import Publication, publication, publish_timeout
+from qarl.verl.publication import encoded, publication, publish_timeout, reserved
 from qarl.verl.step_measurements import log_mini_batch, log_prob_rows, summed
 from qarl.verl.training_steps import ActorSteps, TrainingStep, check_noise_once
 
@@ -392,15 +393,15 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         # The scheduler counts training steps, and a checkpoint restores its count.
         version = self.lr_scheduler.last_epoch
         if self.adapters is not None:
-            return self._adapter_publication(version, base_sync_done), None
+            return self._adapter_stream(version, base_sync_done), None
         tensors = self._wire_tensors()
         if not base_sync_done:  # the servers wait for the first rank's stream already
             return publication(tensors, version, self._outbox if self.rank == 0 else None), None
         # verl sets `base_sync_done` only if it publishes itself (checkpoint_engine.backend=naive), on the same devices.
         refuse_dead_servers(self._servers, is_first=self.rank == 0, seconds=publish_timeout())
-        return publication(tensors, version).reserve(), None
+        return reserved(encoded(tensors, version)), None
 
-    def _adapter_publication(self, version: int, shares_devices: bool) -> Publication:
+    def _adapter_stream(self, version: int, shares_devices: bool) -> Generator[NamedTensor]:
         assert self.adapters is not None
         if not shares_devices:
             raise UserError(
@@ -411,15 +412,13 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             )
         asked: dict[str, Any] = {"is_first": self.rank == 0, "seconds": publish_timeout()}
         refuse_dead_servers(self._servers, **asked)
-        return self.adapters.publication(
-            version, with_base=not servers_have_base(**asked)
-        ).reserve()
+        with_base = not servers_have_base(**asked)
+        return reserved(self.adapters.stream(version, with_base=with_base))
 
     def _wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        gather = partial(gathered, dtype=torch.bfloat16)
         here = torch.device(get_device_name())
         return sharded_wire_tensors(
-            self.module, gather, scheme=self.scheme, ignore=self.ignore, device=here
+            self.module, scheme=self.scheme, ignore=self.ignore, device=here
         )
 
 

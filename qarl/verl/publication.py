@@ -12,7 +12,7 @@ verl's sender and receiver wait for each other without a limit. verl makes their
 rank asks the servers whether they are alive (`qarl.verl.ask_servers`).
 
 verl puts the tensors of a bucket into a dict by name (verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py),
-so each record gets a number in its name (`qarl.rollout.remote.records.numbered`).
+so each record gets a number in its name (`qarl.rollout.remote.wire.numbered`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -29,8 +30,8 @@ import zmq
 from qarl.errors import UserError
 from qarl.rollout.publish.manifest import NamedTensor
 from qarl.rollout.remote.host_turn import turn_on_host
-from qarl.rollout.remote.records import TransferFailed, numbered
-from qarl.rollout.remote.wire import DeltaSender, encode_publish
+from qarl.rollout.remote.records import TransferFailed
+from qarl.rollout.remote.wire import DeltaSender, encode_publish, numbered
 
 TIMEOUT_VARIABLE = "QARL_PUBLISH_TIMEOUT"
 DEFAULT_TIMEOUT = "120"
@@ -82,39 +83,36 @@ def socket_timeouts(seconds: float) -> Iterator[None]:
         context.sockopts.update(before)
 
 
+def reserved(stream: Generator[NamedTensor]) -> Generator[NamedTensor]:
+    """Take this host's turn for `stream`, and set the time limits of the sockets. Return the stream.
+
+    Both end when nothing refers to the stream any more. verl's sender has then cleaned up, whether it read the whole
+    stream, a part of it or nothing. Raise UserError as `run_identity`, `publish_timeout` and `turn_on_host` do."""
+    seconds = publish_timeout()
+    with ExitStack() as stack:
+        stack.enter_context(socket_timeouts(seconds))
+        turn = turn_on_host(run_identity(), seconds=TURN_LIMITS * seconds, limit=_TURN_LIMIT)
+        stack.enter_context(turn)
+        weakref.finalize(stream, stack.pop_all().close)
+    return stream
+
+
+@dataclass(frozen=True)
 class Publication:
-    """The stream of one publish, which verl's sender reads. If `reserve` was called, turn and time limits are released
-    when nothing refers to the stream any more. verl's sender has then cleaned up, whether it read the whole stream, a
-    part of it or nothing.
+    """A publish to rollout workers on other devices. `receivers`: the fingerprint that each receiver has, which must be
+    there before the first tensor is read (`DeltaSender.stream`)."""
 
-    `receivers`: the fingerprint that each receiver has (see `DeltaSender.stream`), if they are known before the first
-    tensor is read."""
-
-    def __init__(
-        self, stream: Iterator[NamedTensor], receivers: list[str | None] | None = None
-    ) -> None:
-        self._stream = stream
-        self.receivers = [] if receivers is None else receivers
-        self._reserved = ExitStack()
-        weakref.finalize(self, self._reserved.close)
-
-    def reserve(self) -> Publication:
-        """Take this host's turn, and set the time limits of the sockets. Return the publication.
-
-        Raise UserError as `run_identity`, `publish_timeout` and `turn_on_host` do."""
-        seconds = publish_timeout()
-        with ExitStack() as reserved:
-            reserved.enter_context(socket_timeouts(seconds))
-            turn = turn_on_host(run_identity(), seconds=TURN_LIMITS * seconds, limit=_TURN_LIMIT)
-            reserved.enter_context(turn)
-            self._reserved.push(reserved.pop_all())
-        return self
+    stream: Generator[NamedTensor]
+    receivers: list[str | None] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[NamedTensor]:
-        return self
+        return self.stream
 
-    def __next__(self) -> NamedTensor:
-        return next(self._stream)
+
+def encoded(tensors: Iterable[NamedTensor], version: int, **options: Any) -> Generator[NamedTensor]:
+    """Return the stream of a publish of `tensors` as `version` by this run, for verl's buckets. `options`: those of
+    `encode_publish`."""
+    return numbered(encode_publish(tensors, version=version, run=run_identity(), **options))
 
 
 def publication(
@@ -122,11 +120,11 @@ def publication(
 ) -> Publication:
     """Return the publish of `tensors` as `version` by this run. With an `outbox`, only changes are sent, if all
     `receivers` of the publication have what it sent last."""
-    receivers: list[str | None] = []
-    options: dict[str, Any] = {"version": version, "run": run_identity()}
     if outbox is None:
-        return Publication(numbered(encode_publish(tensors, **options)))
-    return Publication(numbered(outbox.stream(tensors, receivers=receivers, **options)), receivers)
+        return Publication(encoded(tensors, version))
+    receivers: list[str | None] = []
+    stream = outbox.stream(tensors, version=version, receivers=receivers, run=run_identity())
+    return Publication(numbered(stream), receivers)
 
 
 def refuse_other_run(begin: Mapping[str, Any], *, run: str) -> None:

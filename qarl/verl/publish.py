@@ -27,7 +27,7 @@ hosts, the actor listens at the address of its node, otherwise at the loopback a
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -36,7 +36,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from qarl.rollout.publish.manifest import NamedTensor
 from qarl.rollout.remote.records import BEGIN, COMMIT, read_record, record, without_number
 from qarl.rollout.remote.sockets import Address, WeightClient, WeightServer, own_address
-from qarl.verl.publication import Publication, publish_timeout, run_identity
+from qarl.verl.publication import publish_timeout, reserved, run_identity
 
 
 @CheckpointEngineRegistry.register("qarl")
@@ -115,16 +115,16 @@ class QaRLCheckpointEngine(CheckpointEngine):
             raise
         _read_all(weights)
 
-    def receive_weights(self, global_steps: int | None = None) -> Publication:  # type: ignore[override]  # async in verl
+    def receive_weights(self, global_steps: int | None = None) -> Generator[NamedTensor]:  # type: ignore[override]  # async in verl
         """Return the received stream, for verl to send to the vLLM worker on this host. Its sockets have time limits.
 
         Raises:
             PeerLost: the actor was lost. This is raised in the middle of the stream.
             TransferFailed: a different rollout worker did not get the publish. This is raised at the end of the stream.
         """
-        return Publication(self._received()).reserve()
+        return reserved(self._received())
 
-    def _received(self) -> Iterator[NamedTensor]:
+    def _received(self) -> Generator[NamedTensor]:
         fingerprint = self._fingerprint
         self._fingerprint = None
         self._arrived = None

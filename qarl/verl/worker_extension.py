@@ -28,8 +28,7 @@ from qarl.rollout.adapter_spec import AdapterSpec, servable, use_vllms_loader
 from qarl.rollout.publish.adapters import EngineAdapter
 from qarl.rollout.publish.manifest import engines_manifest
 from qarl.rollout.publish.transaction import EngineWeights
-from qarl.rollout.remote.inbox import Inbox
-from qarl.rollout.remote.receive import StreamReceiver
+from qarl.rollout.remote.receive import Inbox, StreamReceiver
 from qarl.schemes import UNQUANTIZED, from_quantization_config
 from qarl.verl.ask_servers import RESUME
 from qarl.verl.publication import (

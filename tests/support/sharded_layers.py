@@ -168,7 +168,6 @@ def publish(model: Any, scheme: str) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         stream = sharded_wire_tensors(
             model,
-            lambda entry: whole(entry).bfloat16(),
             scheme=get_scheme(scheme, GROUP),
             ignore=IGNORE,
         )

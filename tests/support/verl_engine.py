@@ -159,7 +159,7 @@ def run_adapters(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]
 
     states = [update()]
     result["streams"] = [list(engine.get_per_tensor_param(base_sync_done=True)[0])]
-    result["streams"].append(list(engine.adapters.publication(1, with_base=False)))
+    result["streams"].append(list(engine.adapters.stream(1, with_base=False)))
     result["separate"] = refusal(engine.get_per_tensor_param)
     engine.save_checkpoint(job["checkpoint"], global_step=1)
     states.append(update())

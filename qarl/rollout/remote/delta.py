@@ -37,7 +37,7 @@ receiver then compares the checksum of the whole tensor (`qarl.rollout.remote.re
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -290,7 +290,7 @@ class Tally:
             self.changed[kind] = self.changed.get(kind, 0) + changed
             self.words[kind] = self.words.get(kind, 0) + tensor.numel()
 
-    def count(self, stream: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
+    def count(self, stream: Iterable[NamedTensor]) -> Generator[NamedTensor]:
         """Yield the tensors of `stream`, and count their bytes."""
         for name, tensor in stream:
             self.bytes += tensor.nbytes

@@ -1,14 +1,14 @@
 """The records of a publish to another process, which stand between its tensors (`qarl.rollout.remote.wire`).
 
 A record is a tensor too, so any transport that keeps the order of named tensors can carry it. Several records of a
-stream have the same name. A transport that puts tensors into a dict by name needs the names of `numbered`.
+stream have the same name, so a transport that puts tensors into a dict by name needs other names
+(`qarl.rollout.remote.wire.numbered`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import count
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -59,15 +59,8 @@ def record(name: str, content: Mapping[str, Any]) -> NamedTensor:
     return name, torch.frombuffer(data, dtype=torch.uint8)
 
 
-def numbered(stream: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Yield the stream of a publish with unique names of its records, for example `qarl.unit#7`."""
-    numbers = count()
-    for name, tensor in stream:
-        yield (f"{name}#{next(numbers)}" if is_record(name) else name), tensor
-
-
 def without_number(name: str) -> str:
-    """Return the name that `numbered` was given."""
+    """Return the name that `qarl.rollout.remote.wire.numbered` was given."""
     plain, _, number = name.rpartition("#")
     return plain if number.isdecimal() and is_record(plain) else name
 

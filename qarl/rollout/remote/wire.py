@@ -24,7 +24,8 @@ sends all tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -35,7 +36,7 @@ from qarl.rollout.publish.checksum import unit_checksums
 from qarl.rollout.publish.manifest import NamedTensor, unit_of
 from qarl.rollout.publish.version import checked_version
 from qarl.rollout.remote.delta import PublishedCache, Tally, find_changes
-from qarl.rollout.remote.records import BEGIN, COMMIT, UNIT, record
+from qarl.rollout.remote.records import BEGIN, COMMIT, UNIT, is_record, record
 
 
 def refuse_nonfinite(names: Sequence[str], flags: Sequence[int]) -> None:
@@ -145,6 +146,13 @@ def send_changes(
         cache.take(name, tensor, digest, is_delta=name in deltas)
         yield name, tensor
     yield record(UNIT, {"unit": unit, "digests": digests, "deltas": deltas})
+
+
+def numbered(stream: Iterable[NamedTensor]) -> Generator[NamedTensor]:
+    """Yield the stream of a publish with unique names of its records, for example `qarl.unit#7`."""
+    numbers = itertools.count()
+    for name, tensor in stream:
+        yield (f"{name}#{next(numbers)}" if is_record(name) else name), tensor
 
 
 class DeltaSender:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -18,15 +19,20 @@ from ranks import RAYS, run_ranks
 
 from qarl.errors import UserError
 from qarl.rollout.remote.receive import StreamReceiver
-from qarl.rollout.remote.records import UNIT, TransferFailed, numbered, without_number
-from qarl.rollout.remote.wire import encode_publish
+from qarl.rollout.remote.records import UNIT, TransferFailed, without_number
+from qarl.rollout.remote.wire import encode_publish, numbered
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
 from qarl.rollout.remote import host_turn
 from qarl.rollout.remote.host_turn import turn_on_host
-from qarl.verl.publication import Publication, publish_timeout, refuse_other_run
+from qarl.verl.publication import publish_timeout, refuse_other_run, reserved
+
+
+def nothing() -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ()
+
 
 turn = partial(turn_on_host, limit="a test sets the limit")
 TENSORS = [("model.norm.weight", torch.ones(4))]
@@ -56,7 +62,7 @@ def test_a_process_that_does_not_know_its_run_does_not_publish(monkeypatch, name
     """Two of them would take each other's weights."""
     monkeypatch.delenv(name)
     with pytest.raises(UserError, match="cannot tell which run") as caught:
-        Publication(iter(())).reserve()
+        reserved(nothing())
     assert name in caught.value.where
 
 
@@ -90,7 +96,7 @@ def test_the_turn_of_a_killed_process_is_free(folder):
 def test_a_refused_turn_leaves_no_time_limit(monkeypatch):
     monkeypatch.setenv("QARL_PUBLISH_TIMEOUT", "0.01")
     with turn("another", seconds=1), pytest.raises(UserError, match="blocked publishing"):
-        Publication(iter(())).reserve()
+        reserved(nothing())
     assert zmq.RCVTIMEO not in zmq.Context.instance().sockopts
 
 
@@ -108,7 +114,7 @@ def is_held(folder) -> bool:
 def test_a_publication_holds_its_turn_to_the_last_reference(folder, read):
     """verl's sender removes the socket's path after it has read the stream: the turn lasts longer than the stream."""
     context: zmq.Context = zmq.Context.instance()
-    publication = Publication(iter(TENSORS * 2)).reserve()
+    publication = reserved(item for item in TENSORS * 2)
     assert [name for name, _ in (next(publication) for _ in range(read))] == [
         "model.norm.weight"
     ] * read

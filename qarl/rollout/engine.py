@@ -53,7 +53,6 @@ from qarl.rollout.publish.manifest import (
 from qarl.rollout.publish.transaction import EngineWeights
 from qarl.rollout.publish.version import checked_version
 from qarl.rollout.publish.writers import ReloadFailed
-from qarl.rollout.response_fingerprint import fingerprint
 from qarl.vllm_versions import (
     check_head_dtype,
     check_release,
@@ -65,12 +64,17 @@ from qarl.vllm_versions import (
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Each list has one entry per response, in the order of the prompts. `preemptions`: number of times that vLLM freed
-    a response's KV cache for other requests and computed it again later. `routed_experts`: for each response, the
-    experts that each router chose, in its order: [tokens - 1, layers, k], for all tokens of prompt and response except
-    the last. The dtype is uint8, or int16 if a layer has more than 256 experts. A dense layer has zeros. `sampled`: the
-    fingerprint of each response (`qarl.rollout.response_fingerprint`), by which a batch knows that nobody has changed
-    it; None if it does not come from an engine."""
+    """What was sampled. Each list has one entry per response, in the order of the prompts.
+
+    rollout_log_probs  of each token of the response
+    finish_reasons     why each response ended, in vLLM's words
+    weight_version     that of the weights that were sampled from
+    top_token_ids      the likeliest token at each position, if they were asked for
+    preemptions        number of times that vLLM freed a response's KV cache for other requests and computed it again
+    routed_experts     the experts that each router chose, in its order: uint8 [tokens - 1, layers, k], for all tokens
+                       of prompt and response except the last; int16 if a layer has more than 256 experts. A dense layer
+                       has zeros
+    """
 
     prompt_token_ids: list[list[int]]
     response_token_ids: list[list[int]]
@@ -80,7 +84,6 @@ class RolloutBatch:
     top_token_ids: list[list[int]] | None = None
     preemptions: int = 0
     routed_experts: list[torch.Tensor] | None = None
-    sampled: list[int] | None = None
 
 
 class EngineFailed(ReloadFailed):
@@ -299,7 +302,6 @@ class RolloutEngine:
             routed_experts=[routed_experts(c) for c in completions]
             if self.config.return_routed_experts
             else None,
-            sampled=[fingerprint(*row) for row in zip(prompts, tokens, log_probs, strict=True)],
         )
 
     def _preemptions(self) -> int:

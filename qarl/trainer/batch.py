@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 
 from qarl.rollout.engine import RolloutBatch
-from qarl.rollout.response_fingerprint import refuse_changed
 
 if TYPE_CHECKING:
     from qarl.config import ActorConfig
@@ -135,14 +134,7 @@ def make_batch(
     rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.Tensor, *, pad_token_id: int
 ) -> Batch:
     """Return the batch of a rollout. Its tensors are padded on the right; a forward packs their rows
-    (`lay_out`). Raise UserError if a response was changed after it was sampled."""
-    if rollout.sampled is not None:
-        refuse_changed(
-            rollout.prompt_token_ids,
-            rollout.response_token_ids,
-            rollout.rollout_log_probs,
-            rollout.sampled,
-        )
+    (`lay_out`)."""
     sequences = [
         prompt + response
         for prompt, response in zip(

@@ -18,7 +18,7 @@ from typing import Any
 from verl.experimental.agent_loop.agent_loop import register
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-from qarl.rollout.response_fingerprint import refuse_other_tokens
+from qarl.verl.sampled_text import refuse_other_tokens
 
 TURN_END = "<|im_end|>"
 

@@ -19,11 +19,13 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
+from qarl.kernels.base import is_gpu
 from qarl.quant.convert import select_linears, tied_names
 from qarl.quant.experts import is_of_expert, is_stack, matrices
 from qarl.quant.meta_model import meta_model
+from qarl.quant.quantize import has_nonfinite
 from qarl.quant.wire_specs import wire_specs
-from qarl.rollout.publish.checksum import nonfinite
+from qarl.rollout.publish.checksum import nonfinite_by_kernel
 from qarl.rollout.publish.experts import quantized_experts
 from qarl.schemes import UNQUANTIZED, Scheme, from_quantization_config
 
@@ -293,11 +295,14 @@ def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     for name, tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
             by_device.setdefault(tensor.device, []).append((name, tensor.detach()))
-    return [
-        name
-        for members in by_device.values()
-        for (name, _), bad in zip(
-            members, nonfinite([tensor for _, tensor in members]).tolist(), strict=True
-        )
-        if bad
-    ]
+    bad: list[str] = []
+    for members in by_device.values():
+        flags = _flags([tensor for _, tensor in members]).tolist()
+        bad += [name for (name, _), flag in zip(members, flags, strict=True) if flag]
+    return bad
+
+
+def _flags(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return, as bool [tensors], which of these float tensors of one device contain NaN or Inf."""
+    flags = nonfinite_by_kernel(tensors) if is_gpu(tensors[0].device) else None
+    return torch.stack([has_nonfinite(t) for t in tensors]) if flags is None else flags

@@ -16,6 +16,7 @@ pytest.importorskip("verl")
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 from qarl.verl.agent_loop import PlainSingleTurnAgentLoop
+from qarl.verl.sampled_text import refuse_other_tokens
 from qarl.verl.task_runner import start_agent_loop
 
 
@@ -79,3 +80,18 @@ def test_a_users_manager_gets_what_verl_gives_it() -> None:
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"agent": agent}}})
     clients = {"llm_client": 1, "teacher_client": None, "reward_loop_worker_handles": [2]}
     assert start_agent_loop(config)(**clients) == {"config": config, **clients}
+
+
+@pytest.mark.parametrize("trained", [[], [1, 2], [1, 2, 3]])
+def test_a_response_may_be_cut_off_at_its_limit(trained: list[int]) -> None:
+    refuse_other_tokens(trained, [1, 2, 3], "here")
+
+
+@pytest.mark.parametrize(
+    ("trained", "first"), [([1, 9, 3], 1), ([1, 2, 3, 4], 3), ([2, 3], 0), ([1, 3], 1)]
+)
+def test_other_tokens_are_refused(trained: list[int], first: int) -> None:
+    with pytest.raises(
+        UserError, match=f"here, from token {first} on \\(3 tokens sampled, {len(trained)} to be"
+    ):
+        refuse_other_tokens(trained, [1, 2, 3], "here")

@@ -19,7 +19,7 @@ Under tensor parallelism each worker of an engine gets whole tensors and writes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -119,54 +119,64 @@ class WritePlan:
         self.model = model
         self.vllm_config = vllm_config
         self.by_owner: dict[str, Target] = {}
-        self.modules = modules = dict(without_wrappers(model))
-        inner = loaded_below(WRAPPED)
-        self._inner = {
-            module: inner for name, module in model.named_modules() if name.endswith(WRAPPED)
-        }
-        fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-        fused_into = {part: whole for whole, parts in fused.items() for part in parts}
+        self.modules = dict(without_wrappers(model))
+        wrapped = [module for name, module in model.named_modules() if name.endswith(WRAPPED)]
+        self._inner = dict.fromkeys(wrapped, loaded_below(WRAPPED))
+        for target in self._place_all(expected):
+            target.cut = cut_of(target.module, len(target.parts))
+            if holds_experts(target.module):
+                target.parts.sort(key=experts.place_in_layer)
+            target.writer = self._writer_of(target, expected, direct)
+        self._check_all_written(expected)
+
+    def _place_all(self, expected: Manifest) -> Collection[Target]:
+        """Find the module of each published tensor, for `by_owner`. Return the modules."""
+        fused: dict[str, list[str]] = getattr(self.model, "packed_modules_mapping", {})
+        fused_into: dict[str, str] = {}
+        for whole, parts in fused.items():
+            fused_into |= dict.fromkeys(parts, whole)
         targets: dict[str, Target] = {}
         for name in expected:
             owner = name.rpartition(".")[0]
             if owner in self.by_owner:
                 continue
-            place = _place(owner, modules, fused_into)
+            place = _place(owner, self.modules, fused_into)
             if place is None:
                 raise UserError(
                     f"{name} has no place in the engine's model",
-                    where=type(model).__name__,
+                    where=type(self.model).__name__,
                     why=f"the engine's model has neither a module {owner} nor a fused layer that contains it",
                     fix="use a different model, and report this one: QaRL cannot publish to its family yet",
                 )
-            target = targets.setdefault(place, Target(place, modules[place]))
+            target = targets.setdefault(place, Target(place, self.modules[place]))
             target.parts.append(owner)
             self.by_owner[owner] = target
-        for target in targets.values():
-            target.cut = cut_of(target.module, len(target.parts))
-            if holds_experts(target.module):
-                target.parts.sort(key=experts.place_in_layer)
-            if _is_on_cpu(target.module):
-                target.writer = _choose_writer(target, direct)
-            elif direct and target.cut is not None and holds_experts(target.module):
-                specs = [_without_memory(expected, owner) for owner in target.parts]
-                parts = target.cut(target.module, specs)
-                target.writer = experts.gpu_writer_of(target.module, parts, vllm_config, DERIVED)
-        self._check_all_written(expected)
+        return targets.values()
+
+    def _writer_of(self, target: Target, expected: Manifest, direct: bool) -> Writer | None:
+        """Return the function that writes the module of `target`, or None if vLLM's layerwise reload does it."""
+        module = target.module
+        if _is_on_cpu(module):
+            return _choose_writer(target, direct)
+        if not direct or target.cut is None or not holds_experts(module):
+            return None
+        specs = [_without_memory(expected, owner) for owner in target.parts]
+        parts = target.cut(module, specs)
+        return experts.gpu_writer_of(module, parts, self.vllm_config, DERIVED)
 
     def storage(self, expected: Manifest) -> dict[str, torch.Tensor]:
         """Return what `cpu_layers.READERS` can show of the engine's weights, as views of its memory. Names are those of
         a publish, or of a kernel's layout. With several workers or on a GPU nothing is shown."""
         if self.vllm_config.parallel_config.world_size > 1:
             return {}
-        weights = ((name.rpartition("."), spec.shape[0]) for name, spec in expected.items())
-        rows = {
-            owner: count
-            for (owner, _, leaf), count in weights
-            if leaf in ("weight", "weight_packed")
-        }
+        rows: dict[str, int] = {}
+        for name, spec in expected.items():
+            owner, _, leaf = name.rpartition(".")
+            if leaf in ("weight", "weight_packed"):
+                rows[owner] = spec.shape[0]
+        targets = {target.name: target for target in self.by_owner.values()}
         views: dict[str, torch.Tensor] = {}
-        for target in {target.name: target for target in self.by_owner.values()}.values():
+        for target in targets.values():
             reader = cpu_layers.READERS.get(target.writer)
             if reader is None or not rows.keys() >= set(target.parts):
                 continue
@@ -192,19 +202,16 @@ class WritePlan:
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None and tensor.numel() and name not in DERIVED
         }
-        written = {
-            place
-            for place in tensors
-            if place in published or (place[0] in reloaded and place[1] != "bias")
-        }
-        storages = {tensors[place].data_ptr() for place in written}
-        left = [
-            ".".join(place)
-            for place, tensor in tensors.items()
-            if tensor.data_ptr() not in storages
-        ]
+        storages: set[int] = set()
+        for (owner, leaf), tensor in tensors.items():
+            is_derived = owner in reloaded and leaf != "bias"
+            if is_derived or (owner, leaf) in published:
+                storages.add(tensor.data_ptr())
+        left = [place for place, tensor in tensors.items() if tensor.data_ptr() not in storages]
         if left:
-            shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+            shown = ", ".join(".".join(place) for place in left[:4])
+            if len(left) > 4:
+                shown += f" and {len(left) - 4} more"
             raise UserError(
                 f"the engine has {len(left)} parameters or buffers that QaRL would never write",
                 where=f"{type(self.model).__name__}: {shown}",
@@ -249,23 +256,22 @@ class WritePlan:
         """Load `targets` with vLLM's layerwise reload. Stacks of experts do not pass through the model's loader, which
         takes experts one by one."""
         stacks = [target for target in targets if holds_experts(target.module)]
-        others = {
-            f"{owner}{self._inner.get(target.module, '')}.{leaf}": tensor
-            for target in targets
-            if target not in stacks
-            for owner in target.parts
-            for leaf, tensor in parts[owner].items()
-        }
+        others: dict[str, torch.Tensor] = {}
+        for target in targets:
+            if target in stacks:
+                continue
+            inner = self._inner.get(target.module, "")
+            for owner in target.parts:
+                for leaf, tensor in parts[owner].items():
+                    others[f"{owner}{inner}.{leaf}"] = tensor
         modules = [target.module for target in targets]
-        with _reloading(
-            self.vllm_config, modules, [owner for target in targets for owner in target.parts]
-        ):
+        owners = [owner for target in targets for owner in target.parts]
+        with _reloading(self.vllm_config, modules, owners):
             loader: Any = self.model
             for target in stacks:
                 whole = [parts[owner] for owner in target.parts]
-                experts.reload(
-                    target.module, whole, target.cut(target.module, whole) if target.cut else None
-                )
+                share = target.cut(target.module, whole) if target.cut else None
+                experts.reload(target.module, whole, share)
             if others:
                 loader.load_weights(others.items())
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from qarl.quant.quantize import has_nonfinite
 from qarl.rollout.publish import checksum
 from qarl.rollout.publish.checksum import checksums
 from qarl.rollout.publish.manifest import not_finite
@@ -131,7 +132,7 @@ class Watcher(TorchDispatchMode):
 
 
 def test_many_tensors_are_looked_at_with_one_wait_and_little_memory(monkeypatch):
-    monkeypatch.setattr(checksum, "_AT_ONCE", 1000)
+    monkeypatch.setitem(has_nonfinite.__globals__, "_AT_ONCE", 1000)
     named = [(str(i), torch.zeros(70, 100, dtype=torch.bfloat16)) for i in range(12)]
     named[7][1][69, 99] = torch.inf
     named[3][1][0, 0] = torch.nan

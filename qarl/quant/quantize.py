@@ -3,8 +3,8 @@
 The results equal those of compressed-tensors (`calculate_qparams`, `quantize`, `pack_to_int32`) bit for bit. Every step
 is rounded to the weight's dtype:
 
-- scale = absmax / half the range (7.5 for int4, 127.5 for int8, 448 for e4m3). A scale of zero becomes the dtype's eps,
-  so an all-zero group has codes of zero and a finite scale.
+- scale = absmax / half the range (7.5 for int4, 127.5 for int8, 448 for e4m3: `Scheme.grid`). A scale of zero becomes
+  the dtype's eps, so an all-zero group has codes of zero and a finite scale.
 - code = weight / scale, clamped, then rounded half to even.
 - int4 codes are stored with offset 8, eight in an int32, lowest nibble first.
 - 8-bit scales are upcast to FP32 for the wire, because vLLM stores them in FP32.
@@ -36,7 +36,7 @@ from torch import Tensor
 from qarl.errors import UserError
 from qarl.kernels.base import is_gpu
 from qarl.kernels.int4 import dequantize_int4
-from qarl.schemes import QuantArgs, Scheme
+from qarl.schemes import Grid, Scheme
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,11 +88,6 @@ class QuantizedTensor:
                 self.tensors["weight_packed"], self.tensors["weight_scale"], dtype
             )
         return self.tensors["weight"].float().mul_(self.tensors["weight_scale"]).to(dtype)
-
-
-_HALF_RANGE = {(4, "int"): 7.5, (8, "int"): 127.5, (8, "float"): 448.0}
-"""(num_bits, type) -> half the range. For int4 this is half of the 15 steps from -8 to 7, so -absmax gets the code -8
-and +absmax is clamped to 7."""
 
 
 class FloatBits(NamedTuple):
@@ -162,8 +157,6 @@ def quantize_unchecked(
 
     Return the tensors and a flag, int32 [1]. If it is not 0, `weight` has a NaN or an Inf, and the tensors are invalid.
     """
-    args = scheme.weights
-    assert args is not None
     rows, cols = weight.shape
     problem = scheme.check_shape(name, rows, cols)
     if problem:
@@ -173,7 +166,7 @@ def quantize_unchecked(
             fix="add the layer to quant.ignore"
             + (
                 ", or set quant.group_size to a divisor of the input features"
-                if args.group_size
+                if scheme.group_size
                 else ""
             ),
         )
@@ -183,9 +176,9 @@ def quantize_unchecked(
         and weight.dtype != torch.float16
         and importlib.util.find_spec("triton") is not None
     )
-    exact = fused and (weight.is_meta or fused_is_exact(weight.dtype, weight.device, args))
-    values, scale, nonfinite = (_run_fused if exact else _eager)(weight, args)
-    codes = "weight_packed" if args.num_bits == 4 else "weight"
+    exact = fused and (weight.is_meta or fused_is_exact(weight.dtype, weight.device, scheme))
+    values, scale, nonfinite = (_run_fused if exact else _eager)(weight, scheme)
+    codes = "weight_packed" if scheme.packs_codes else "weight"
     return QuantizedTensor.of(
         scheme, (rows, cols), {codes: values, "weight_scale": scale}
     ), nonfinite
@@ -202,21 +195,25 @@ def nonfinite_error(weight: Tensor, name: str) -> UserError:
     )
 
 
-def _eager(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]:
+def _eager(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
     """Return values and scales as on the wire, and a flag, int32 [1].
 
     The flag is 1 if a weight is NaN or Inf. Values and scales are then invalid.
     """
     rows, cols = weight.shape
+    grid = scheme.grid
+    assert grid is not None
     with phase("quantize"):
-        groups = weight.contiguous().view(rows, -1, args.group_size or cols)
+        groups = weight.contiguous().view(rows, -1, scheme.group_size or cols)
         absmax = _absmax(groups)
         nonfinite = (~torch.isfinite(absmax)).any().to(torch.int32).view(1)
-        scale = _scale(absmax, _HALF_RANGE[args.num_bits, args.type])
-        if args.num_bits == 8:
-            to_codes = _int8_codes if args.type == "int" else _e4m3_codes
-            return to_codes(groups.view(rows, cols), scale), scale.float(), nonfinite
-        codes = _codes(groups, scale).view(rows, cols)
+        scale = _scale(absmax, grid.half_range)
+        if not scheme.packs_codes:
+            dtype = codes_dtype(scheme)
+            to_codes = _float_codes if dtype.is_floating_point else _int_codes
+            values = to_codes(groups.view(rows, cols), scale, grid).to(dtype)
+            return values, scale.float(), nonfinite
+        codes = _codes(groups, scale, grid).view(rows, cols)
     with phase("pack"):
         return _pack(codes), scale, nonfinite
 
@@ -237,26 +234,34 @@ def _scale(absmax: Tensor, half_range: float) -> Tensor:
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 
 
-def _codes(groups: Tensor, scale: Tensor) -> Tensor:
+def codes_dtype(scheme: Scheme) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, scheme.codes)
+    return dtype
+
+
+def _codes(groups: Tensor, scale: Tensor, grid: Grid) -> Tensor:
     """Return code + 8, in 0..15, as int16 [N, K/g, g]."""
     rounder, base = _ROUNDERS[groups.dtype]
     rounded = (
         torch.div(groups, scale.unsqueeze(-1)).add_(rounder).view(FLOAT_BITS[groups.dtype].integer)
     )
-    return rounded.clamp_(base, base + 15).bitwise_and_(0xF).to(torch.int16)
+    zero = base + 8
+    rounded.clamp_(zero + grid.lowest, zero + grid.highest)
+    return rounded.bitwise_and_(0xF).to(torch.int16)
 
 
-def _int8_codes(rows: Tensor, scale: Tensor) -> Tensor:
-    """Return int8 [N, K] from `rows` [N, K] and `scale` [N, 1], which have the same float dtype."""
-    return torch.div(rows, scale).round_().clamp_(-128, 127).to(torch.int8)
+def _int_codes(rows: Tensor, scale: Tensor, grid: Grid) -> Tensor:
+    """Return integers [N, K] from `rows` [N, K] and `scale` [N, 1]. All have the same float dtype."""
+    return torch.div(rows, scale).round_().clamp_(grid.lowest, grid.highest)
 
 
-def _e4m3_codes(rows: Tensor, scale: Tensor) -> Tensor:
-    """Return float8_e4m3fn [N, K]. As in compressed-tensors, a zero point of 0 is added, which turns -0.0 into 0.0.
+def _float_codes(rows: Tensor, scale: Tensor, grid: Grid) -> Tensor:
+    """Return numbers [N, K] that the cast to the codes' dtype rounds. As in compressed-tensors, a zero point of 0 is
+    added, which turns -0.0 into 0.0.
 
     The clamp is needed because some releases of PyTorch cast an overflow to NaN instead of the largest value.
     """
-    return torch.div(rows, scale).add_(0.0).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    return torch.div(rows, scale).add_(0.0).clamp_(grid.lowest, grid.highest)
 
 
 def _pack(codes: Tensor) -> Tensor:
@@ -267,25 +272,25 @@ def _pack(codes: Tensor) -> Tensor:
     return lanes.view(torch.int16)[:, ::4].contiguous().view(torch.int32)
 
 
-def _run_fused(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]:
+def _run_fused(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
     """Do the same as `_eager` in one pass on a GPU."""
     from qarl.kernels.triton.quantize import quantize_int4, quantize_rows
 
     with phase("quantize"):
-        if args.num_bits == 4:
-            return quantize_int4(weight, args.group_size or weight.shape[1])
-        return quantize_rows(weight, torch.int8 if args.type == "int" else torch.float8_e4m3fn)
+        if scheme.packs_codes:
+            return quantize_int4(weight, scheme.group_size or weight.shape[1])
+        return quantize_rows(weight, codes_dtype(scheme))
 
 
 @cache
-def fused_is_exact(dtype: torch.dtype, device: torch.device, args: QuantArgs) -> bool:
+def fused_is_exact(dtype: torch.dtype, device: torch.device, scheme: Scheme) -> bool:
     """Return whether the fused kernel gives the bytes of the PyTorch steps for all of `check_weights`. Warn if not."""
-    for what, weight in check_weights(dtype, args.group_size or 64).items():
-        made = zip(
-            _run_fused(weight.to(device), args), _eager(weight.to(device), args), strict=True
-        )
-        if not all(a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)) for a, b in made):
-            kind = f"{args.num_bits}-bit {args.type} of {dtype}"
+    for what, weight in check_weights(dtype, scheme.group_size or 64).items():
+        fused = _run_fused(weight.to(device), scheme)
+        eager = _eager(weight.to(device), scheme)
+        pairs = zip(fused, eager, strict=True)
+        if not all(a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)) for a, b in pairs):
+            kind = f"{scheme.name} of {dtype}"
             warnings.warn(
                 f"the fused quantizer is not used on {device}: {kind} differ for {what}",
                 stacklevel=2,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from qarl.schemes.base import Cpu, QuantArgs, Scheme, WireSpec
+from qarl.schemes.base import Cpu, Grid, QuantArgs, Scheme, WireSpec
 from qarl.schemes.bf16 import UNQUANTIZED
 from qarl.schemes.checkpoint_config import from_quantization_config
 from qarl.schemes.registry import (
@@ -31,6 +31,7 @@ for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
 __all__ = [
     "UNQUANTIZED",
     "Cpu",
+    "Grid",
     "QuantArgs",
     "Scheme",
     "WireSpec",

@@ -72,6 +72,18 @@ class WireSpec(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Grid:
+    """How weights that share a scale become codes (`qarl.quant.quantize`).
+
+    The scale is absmax / `half_range`. A code is weight / scale, clamped to `lowest`..`highest` and rounded.
+    """
+
+    half_range: float
+    lowest: int
+    highest: int
+
+
+@dataclass(frozen=True)
 class Cpu:
     """What a scheme asks about a CPU: its instruction sets, as Linux names them, and whether it has AMX's tiles."""
 
@@ -97,6 +109,10 @@ class Scheme:
     """compressed-tensors' name for the layout on disk and on the wire."""
     plan: ClassVar[PlanTerms] = PlanTerms()
     """What `qarl bench plan` needs to know."""
+    grid: ClassVar[Grid | None] = None
+    """The codes of the weights. None: nothing is quantized."""
+    codes: ClassVar[str] = "bfloat16"
+    """The dtype of the tensor with the codes on the wire."""
     packs_codes: ClassVar[bool] = False
     """Whether a word on the wire has several codes."""
     cpu_flags: ClassVar[tuple[str, ...]] = ()

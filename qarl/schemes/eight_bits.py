@@ -17,8 +17,6 @@ class EightBits(Scheme):
 
     type: ClassVar[str]
     """"int" or "float"."""
-    codes: ClassVar[str]
-    """The dtype of the weights' codes."""
 
     @property
     def weights(self) -> QuantArgs:

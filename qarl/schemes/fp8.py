@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qarl.errors import UserError
+from qarl.schemes.base import Grid
 from qarl.schemes.eight_bits import EightBits
 from qarl.schemes.plan_terms import BeyondProducts, PlanTerms
 from qarl.schemes.registry import register
@@ -17,6 +18,7 @@ class FP8(EightBits):
     format = "float-quantized"
     type = "float"
     codes = "float8_e4m3fn"
+    grid = Grid(half_range=448.0, lowest=-448, highest=448)
     plan = PlanTerms(
         rate="fp8",
         compiled=False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qarl.errors import UserError
-from qarl.schemes.base import QuantArgs, Scheme, WireSpec
+from qarl.schemes.base import Grid, QuantArgs, Scheme, WireSpec
 
 PACK_FACTOR = 8
 """Codes in an int32."""
@@ -13,6 +13,9 @@ class Int4Groups(Scheme):
     """Symmetric int4 weights, one BF16 scale a group of `group_size` elements along K."""
 
     format = "pack-quantized"
+    grid = Grid(half_range=7.5, lowest=-8, highest=7)
+    """Half of the 15 steps from -8 to 7: -absmax gets the code -8, and +absmax is clamped to 7."""
+    codes = "int32"
     packs_codes = True
 
     @classmethod
@@ -35,7 +38,7 @@ class Int4Groups(Scheme):
         words = in_features // PACK_FACTOR
         groups = in_features // (self.group_size or in_features)
         return {
-            "weight_packed": WireSpec("int32", (out_features, words)),
+            "weight_packed": WireSpec(self.codes, (out_features, words)),
             "weight_scale": WireSpec("bfloat16", (out_features, groups)),
             "weight_shape": WireSpec("int64", (2,)),
         }

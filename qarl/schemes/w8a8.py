@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from qarl.errors import UserError
+from qarl.schemes.base import Grid
 from qarl.schemes.eight_bits import EightBits
 from qarl.schemes.plan_terms import BeyondProducts, PlanTerms
 from qarl.schemes.registry import register
@@ -22,6 +23,7 @@ class W8A8(EightBits):
     format = "int-quantized"
     type = "int"
     codes = "int8"
+    grid = Grid(half_range=127.5, lowest=-128, highest=127)
     plan = PlanTerms(
         rate="int8",
         compiled=False,

@@ -17,7 +17,7 @@ from qarl.errors import UserError
 from qarl.kernels.int4 import unpack_int4
 from qarl.quant.quantize import quantize
 from qarl.quant.wire_specs import wire_specs
-from qarl.schemes import QuantArgs, get_scheme
+from qarl.schemes import Scheme, get_scheme
 
 quantize_module: Any = importlib.import_module(
     "qarl.quant.quantize"
@@ -225,20 +225,20 @@ def test_wire_names_dtypes_and_shapes(name: str) -> None:
 
 
 def test_a_fused_quantizer_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    args, device = get_scheme("w8a8").weights, torch.device("cpu")
-    assert args is not None
+    scheme = get_scheme("w8a8")
+    device = torch.device("cpu")
     compare = quantize_module.fused_is_exact.__wrapped__
     monkeypatch.setattr(quantize_module, "_run_fused", quantize_module._eager)
-    assert compare(torch.bfloat16, device, args) and compare(torch.float32, device, args)
+    assert compare(torch.bfloat16, device, scheme) and compare(torch.float32, device, scheme)
 
-    def off_by_one_bit(weight: Tensor, args: QuantArgs) -> tuple[Tensor, ...]:
-        values, *others = quantize_module._eager(weight, args)
+    def off_by_one_bit(weight: Tensor, scheme: Scheme) -> tuple[Tensor, ...]:
+        values, *others = quantize_module._eager(weight, scheme)
         values[-1, -1] ^= 1
         return values, *others
 
     monkeypatch.setattr(quantize_module, "_run_fused", off_by_one_bit)
     with pytest.warns(
         UserWarning,
-        match="the fused quantizer is not used on cpu: 8-bit int of torch.bfloat16 differ",
+        match="the fused quantizer is not used on cpu: w8a8 of torch.bfloat16 differ",
     ):
-        assert not compare(torch.bfloat16, device, args)
+        assert not compare(torch.bfloat16, device, scheme)

@@ -106,7 +106,7 @@ def run_config() -> Config:
 def predict(config: Row) -> Row:
     size = ModelSize.from_config(config)
     kernels = dict.fromkeys(size.linears().values(), "vllm_cpu_wna16")
-    plan = estimate(size, run_config(), device="cpu", align=Level.LINEARS, kernels=kernels)
+    plan = estimate(size, run_config(), device="cpu", level=Level.LINEARS, kernels=kernels)
     elsewhere = ("vLLM", "libraries")
     counted = [part for part in plan.parts if not part.name.startswith(elsewhere)]
     return {

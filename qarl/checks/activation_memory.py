@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from qarl.checks.block_arithmetic import BlockArithmetic
 from qarl.checks.memory_parts import Part, micro_batch_tokens, quantized_linears, scheme_of
 from qarl.checks.model_size import ModelSize
+from qarl.config.level import Level
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -26,34 +28,40 @@ LOGITS_AT_A_TIME = 2**27
 """The largest number of logits that `qarl.kernels.log_probs` holds at once."""
 
 
-def activations(size: ModelSize, config: Config, align: str) -> list[Part]:
+def activations(
+    size: ModelSize, config: Config, level: Level, arithmetic: BlockArithmetic
+) -> list[Part]:
     """Return the parts for the tensors that autograd saves in the forward of one micro-batch, without lm_head."""
-    passed = [size.activation_bytes_per_token(align, layer) for layer in range(size.layers)]
-    rows = size.expert_row_bytes if has_own_experts(size, config, align) else 0
-    layer_bytes = [each - rows * (layer in size.sparse_layers) for layer, each in enumerate(passed)]
-    saved = sum(layer_bytes)
+    forward_bytes = []
+    saved_bytes = []
+    own_experts = has_own_experts(size, config, level)
+    for layer in range(size.layers):
+        block = size.activation_bytes_per_token(arithmetic, layer)
+        forward_bytes.append(block)
+        if own_experts and layer in size.sparse_layers:
+            block -= size.expert_row_bytes
+        saved_bytes.append(block)
+    saved = sum(saved_bytes)
     if config.model.gradient_checkpointing:
-        saved = size.layers * size.hidden * (4 if align in ("model", "exact") else 2) + max(
-            layer_bytes
-        )
+        block_inputs = size.layers * size.hidden * arithmetic.block_input
+        saved = block_inputs + max(saved_bytes)
     forward = micro_batch_tokens(config, log_probs=True)
     backward = micro_batch_tokens(config)
     return [
-        Part("activations, log-probs", forward * max(passed), ("old_log_prob",)),
+        Part("activations, log-probs", forward * max(forward_bytes), ("old_log_prob",)),
         Part("activations, update", backward * saved, ("update",)),
     ]
 
 
-def has_own_experts(size: ModelSize, config: Config, align: str) -> bool:
+def has_own_experts(size: ModelSize, config: Config, level: Level) -> bool:
     """Return whether QaRL computes the experts (`qarl.kernels.experts`), and not transformers."""
-    if align == "off":
+    if not level.low_bit:
         return False
-    return align in ("model", "exact") or any(
-        ".experts." in name for name in quantized_linears(size, config)
-    )
+    quantized = any(".experts." in name for name in quantized_linears(size, config))
+    return quantized or level.follows_engine
 
 
-def expert_rows(size: ModelSize, config: Config, align: str) -> list[Part]:
+def expert_rows(size: ModelSize, config: Config, level: Level) -> list[Part]:
     """Return the part for the rows that the backward of one layer's experts holds, beside what autograd saved.
 
     QaRL's backward holds, in BF16: x and dy by expert (H each), gate and up and their gradients (2I each), the gradient
@@ -68,7 +76,7 @@ def expert_rows(size: ModelSize, config: Config, align: str) -> list[Part]:
     inner = size.moe_intermediate
     tokens = micro_batch_tokens(config)
     each = 6 * hidden
-    if has_own_experts(size, config, align):
+    if has_own_experts(size, config, level):
         each += 12 * inner
         each += hidden if scheme_of(config).rounds_activations else 0
     return [

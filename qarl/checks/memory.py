@@ -26,8 +26,10 @@ from typing import TYPE_CHECKING
 import psutil
 
 from qarl.checks import activation_memory, engine_memory, weight_memory
+from qarl.checks.block_arithmetic import block_arithmetic
 from qarl.checks.memory_parts import GIB, PHASES, Part, adapter_parameters, published
-from qarl.checks.model_size import CUDA_MODEL, ModelSize, Shape
+from qarl.checks.model_size import ModelSize, Shape
+from qarl.config.level import Level
 from qarl.errors import UserError
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ def estimate(
     *,
     device: str,
     gpu_memory_bytes: int = 0,
-    align: str | None = None,
+    level: Level | None = None,
     kernels: Mapping[Shape, str] | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of the run on one GPU, or of one rank on CPU.
@@ -119,23 +121,23 @@ def estimate(
     Args:
         device: "cuda" or "cpu".
         gpu_memory_bytes: memory of the GPU. vLLM takes the share `rollout.gpu_memory_utilization`.
-        align: the level that is applied, if it differs from `quant.align`.
+        level: the level that is applied, if it differs from `quant.align`.
         kernels: maps [N, K] to the name of the trainer's kernel. For a shape without an entry, the kernel is assumed
             to read the published tensors.
     """
-    align = align or config.quant.align
-    align = CUDA_MODEL if (align, device) == ("model", "cuda") and not size.experts else align
-    reference = weight_memory.reference(size, config, align, kernels or {})
+    level = level or config.quant.align
+    arithmetic = block_arithmetic(level, device, has_experts=bool(size.experts))
+    reference = weight_memory.reference(size, config, level, kernels or {})
     on_host = config.backend == "verl" and device == "cuda"
     offload = all(config.verl.get(key) for key in OFFLOAD)
     engine, kv_cache = engine_memory.engine(size, config, device, gpu_memory_bytes)
     parts = [
         *weight_memory.states(size, config, offload),
-        *weight_memory.gathered(size, config, align),
-        *weight_memory.low_bit(size, config, align, kernels or {}),
+        *weight_memory.gathered(size, config, level),
+        *weight_memory.low_bit(size, config, level, kernels or {}),
         *(() if on_host else reference),
-        *activation_memory.activations(size, config, align),
-        *activation_memory.expert_rows(size, config, align),
+        *activation_memory.activations(size, config, level, arithmetic),
+        *activation_memory.expert_rows(size, config, level),
         *activation_memory.logits(size, config),
         *engine,
         Part("libraries and runtime (allowance)", RUNTIME_BYTES),

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from qarl.checks.block_arithmetic import BlockArithmetic
+
 Shape = tuple[int, int]
-
-
-CUDA_MODEL = "model on cuda"
-"""Level `model` on a GPU, where the trainer runs other operators (`qarl.align.cuda`). For dense models only."""
 
 
 @dataclass(frozen=True)
@@ -147,36 +145,22 @@ class ModelSize:
         (H each), gate and up (2I), silu(gate) and the input of down_proj (I each)."""
         return self.experts_per_token * (8 * self.moe_intermediate + 4 * self.hidden)
 
-    def activation_bytes_per_token(self, align: str, layer: int = 0) -> int:
-        """Return the bytes that one block saves per token for the backward.
-
-        `align`: an applied alignment level, or `CUDA_MODEL` for level `model` on a GPU. On a CPU, attention saves FP32
-        tensors at level `model`, but only BF16 queries, keys and values at `exact`, without log-sum-exps
-        (`qarl.align.cpu_attention`). An aligned norm saves its input and one scale per row. The FP32 copies and scores
-        that the backward of one row holds are not counted.
-        """
-        if align == CUDA_MODEL:  # each operator saves its BF16 inputs, and a linear saves its input
-            attention = (
-                2 * (self.query_width + 2 * self.kv_width)
-                + 2 * self.query_width
-                + 8 * self.head_dim
-            )
-            attention += 2 * (self.query_width + self.kv_width) if self.qk_norm else 0
-            return 8 * self.hidden + attention + 6 * self.intermediate
-        fp32_attention = align == "model"
-        aligned = align in ("model", "exact")
-        norms = 2 * (6 if aligned else 8) * self.hidden + 8
-        qkv = (4 if fp32_attention else 2) * (self.query_width + 2 * self.kv_width)
-        output = (6 if fp32_attention else 2) * self.query_width + (
-            0 if align == "exact" else 4 * self.heads
-        )
-        rotary = 8 * self.head_dim if fp32_attention else 0
-        qk_norm = (2 if aligned else 6) * (self.query_width + self.kv_width) + 4 * (
-            self.heads + self.kv_heads
-        )
-        qk_norm = qk_norm if self.qk_norm else 0
-        mlp = self.expert_row_bytes if layer in self.sparse_layers else 8 * self.intermediate
-        return norms + qkv + output + rotary + qk_norm + mlp
+    def activation_bytes_per_token(self, saved: BlockArithmetic, layer: int = 0) -> int:
+        """Return the bytes that one block saves per token for the backward. `saved`: what its operators save."""
+        queries = self.query_width
+        keys = self.kv_width
+        norms = 2 * (saved.norm * self.hidden + saved.norm_scale)
+        qkv = saved.qkv * (queries + 2 * keys)
+        attention = saved.attention * queries + saved.log_sum_exp * self.heads
+        rotary = saved.rotary * self.head_dim
+        head_norms = 0
+        if self.qk_norm:
+            rows = self.heads + self.kv_heads
+            head_norms = saved.head_norm * (queries + keys) + saved.norm_scale * rows
+        mlp = saved.mlp * self.intermediate
+        if layer in self.sparse_layers:
+            mlp = self.expert_row_bytes
+        return norms + qkv + attention + rotary + head_norms + mlp
 
 
 def _mlp(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:

@@ -39,6 +39,7 @@ from qarl.checks.memory_parts import (
     scheme_of,
 )
 from qarl.checks.model_size import ModelSize, Shape, prepared_bytes
+from qarl.config.level import Level
 from qarl.config.optimizers import OTHER_STATE_BYTES, get_optimizer
 from qarl.schemes import UNQUANTIZED
 
@@ -121,12 +122,12 @@ def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     ]
 
 
-def gathered(size: ModelSize, config: Config, align: str) -> list[Part]:
+def gathered(size: ModelSize, config: Config, level: Level) -> list[Part]:
     """Return the parts for gathered weights and for gradients before FSDP2 scatters them. For `local`, return []."""
     if config.backend != "verl":
         return []
     scheme = scheme_of(config)
-    low_bit = quantized_linears(size, config) if align != "off" else {}
+    low_bit = quantized_linears(size, config) if level.low_bit else {}
     if trained := adapter_parameters(size, config):  # low-bit weights are whole on every rank
         kinds = [size.block_linears(i).items() for i in range(size.layers)]
         rest = max(
@@ -168,10 +169,10 @@ def gathered(size: ModelSize, config: Config, align: str) -> list[Part]:
 
 
 def low_bit(
-    size: ModelSize, config: Config, align: str, kernels: Mapping[Shape, str]
+    size: ModelSize, config: Config, level: Level, kernels: Mapping[Shape, str]
 ) -> list[Part]:
     """Return the parts for quantized weights, for their copies in the kernels' layout, and for dequantized weights."""
-    quantized = quantized_linears(size, config) if align != "off" else {}
+    quantized = quantized_linears(size, config) if level.low_bit else {}
     if not quantized:
         return []
     scheme = scheme_of(config)
@@ -255,7 +256,7 @@ def has_reference(config: Config) -> bool:
 
 
 def reference(
-    size: ModelSize, config: Config, align: str, kernels: Mapping[Shape, str]
+    size: ModelSize, config: Config, level: Level, kernels: Mapping[Shape, str]
 ) -> list[Part]:
     """Return the part for the reference policy of a KL term, which with verl is in host memory on GPUs."""
     if not has_reference(config):
@@ -265,7 +266,7 @@ def reference(
         each, name = (2, "16 bits") if "16" in dtype else (4, "FP32")
         return [Part(f"reference policy, {name}, sharded", each * size.parameters // ranks(config))]
     packed = sum(
-        part.bytes for part in low_bit(size, config, align, kernels) if part.phases == PHASES
+        part.bytes for part in low_bit(size, config, level, kernels) if part.phases == PHASES
     )
     return [
         Part(

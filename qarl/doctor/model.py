@@ -278,7 +278,7 @@ def planned_memory(
         config,
         device=machine.device,
         gpu_memory_bytes=machine.gpu_memory_bytes or 0,
-        align=level.level,
+        level=level.level,
         kernels=layouts,
     )
     phase, needed = plan.peak

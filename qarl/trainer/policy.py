@@ -363,7 +363,7 @@ class Policy:
     def in_comparison(self) -> TrainedModel:
         """Return what `compare_with_noise` needs. At `off`, experts of a quantized policy stay those of transformers,
         which level `model` does not have."""
-        plain_experts = self.align == "off" and self.scheme.quantized and self.has_experts
+        plain_experts = not self.align.low_bit and self.scheme.quantized and self.has_experts
         return TrainedModel(
             self.model,
             self.scheme,

@@ -388,8 +388,8 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
         return [
             f"memory: not estimated ({str(error).splitlines()[0]}); python -m qarl.doctor says more"
         ]
-    align = applied_level(config, hf_config, device).level
-    plan = estimate(size, config, device=device, gpu_memory_bytes=gpu_memory, align=align)
+    level = applied_level(config, hf_config, device).level
+    plan = estimate(size, config, device=device, gpu_memory_bytes=gpu_memory, level=level)
     phase, needed = plan.peak
     where = f"{device} of {readable(gpu_memory)}" if gpu_memory else device
     host = [f"host memory, {line}" for line in plan.host_lines()]

@@ -21,9 +21,11 @@ from benchmarks.proofs.shard_costs import stack_shapes, wire
 from qarl.align import align_model
 from qarl.checkpoint.model_files import ModelFiles
 from qarl.checkpoint.resumable import save_checkpoint
+from qarl.checks.block_arithmetic import block_arithmetic
 from qarl.checks.memory import checkpoint_bytes, estimate
 from qarl.checks.memory_parts import adapter_parameters
-from qarl.checks.model_size import CUDA_MODEL, ModelSize, prepared_bytes
+from qarl.checks.model_size import ModelSize, prepared_bytes
+from qarl.config.level import Level
 from qarl.kernels.cpu.torch_linears import (
     CpuW4A8Linear,
     DequantizedW4A16Linear,
@@ -117,13 +119,15 @@ def test_bytes_that_kernels_prepare(scheme: str, kernel: Any) -> None:
     assert prepared_bytes(scheme, kernel.name, 32, (96, 128)) == size
 
 
-@pytest.mark.parametrize("level", ["off", "linears", "model", "exact", CUDA_MODEL])
+@pytest.mark.parametrize(
+    ("level", "device"), [*((level, "cpu") for level in Level), (Level.MODEL, "cuda")]
+)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3, tied"])
 def test_activations_are_what_autograd_keeps(
-    monkeypatch: pytest.MonkeyPatch, family: str, level: str
+    monkeypatch: pytest.MonkeyPatch, family: str, level: Level, device: str
 ) -> None:
     """Bytes of one row; the difference of three layers and one layer leaves out what is not in the blocks."""
-    if level == "model":  # on a CPU it is `exact`, if the engine's operator can be called
+    if level == Level.MODEL:  # on a CPU it is `exact`, if the engine's operator can be called
         monkeypatch.setattr(
             "qarl.align.applied_level.exact_unavailable", lambda *_: "without the operator"
         )
@@ -135,18 +139,15 @@ def test_activations_are_what_autograd_keeps(
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa"
         )
-        if level == CUDA_MODEL and (why_not := vllm_without_device()):
+        if device == "cuda" and (why_not := vllm_without_device()):
             pytest.skip(f"vLLM's table of cosines: {why_not}")
-        stand_in_for_vllm(monkeypatch)
-        device = torch.device(
-            "cuda" if level == CUDA_MODEL else "cpu"
-        )  # PyTorch stands for the GPU's operators
-        if align_model(model, level.split()[0], device=device).level != level.split()[0]:
+        stand_in_for_vllm(monkeypatch)  # PyTorch stands for the GPU's operators
+        if align_model(model, level, device=torch.device(device)).level != level:
             pytest.skip("this machine does not have the level")
         saved.append(saved_bytes(model, torch.zeros(1, 192, dtype=torch.long)))
-    assert (saved[1] - saved[0]) / 2 / 192 == ModelSize.from_config(
-        config
-    ).activation_bytes_per_token(level)
+    arithmetic = block_arithmetic(level, device, has_experts=False)
+    size = ModelSize.from_config(config)
+    assert (saved[1] - saved[0]) / 2 / 192 == size.activation_bytes_per_token(arithmetic)
 
 
 def saved_bytes(model: nn.Module, input_ids: torch.Tensor) -> int:
@@ -187,8 +188,8 @@ def test_rows_of_the_experts_are_what_their_backward_holds(scheme: str) -> None:
         actor__ppo_micro_batch_size_per_gpu=None,
         actor__log_prob_micro_batch_size_per_gpu=None,
     )
-    align = "off" if scheme == "off" else "linears"
-    estimated = parts(estimate(size, planned, device="cuda", align=align))[
+    level = Level.OFF if scheme == "off" else Level.LINEARS
+    estimated = parts(estimate(size, planned, device="cuda", level=level))[
         "rows of a layer's experts"
     ]
     if scheme == "off":
@@ -206,10 +207,10 @@ def test_rows_of_the_experts_are_what_their_backward_holds(scheme: str) -> None:
         <= estimated + 4 * tokens * 56 + tokens * 256 * (scheme in ("w8a8", "fp8"))
     )
     saved = [
-        parts(estimate(size, planned, device="cuda", align=to))["activations, update"]
-        for to in ("off", align)
+        parts(estimate(size, planned, device="cuda", level=to))["activations, update"]
+        for to in (Level.OFF, level)
     ]
-    assert saved[0] - saved[1] == (0 if align == "off" else 4 * tokens * size.expert_row_bytes)
+    assert saved[0] - saved[1] == (0 if level is Level.OFF else 4 * tokens * size.expert_row_bytes)
 
 
 def peak_of_ours(size: ModelSize, scheme_name: str, tokens: int) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from qarl.metrics.weight_bins import W_BINS
 from qarl.tbpo.config import CLASSES
 
 Entries = Sequence[Mapping[str, Any]]
+Groups = dict[str, list[float]]
+"""Label of a group -> heights of its bars."""
 
 _CLASS_NAMES = ("p < 0.001", "0.001 to 0.01", "0.01 to 0.1", "p > 0.1")
 _SIGN_NAMES = {"pos": "A > 0", "neg": "A < 0"}
@@ -60,11 +63,10 @@ def _shares(policy: str) -> Bars:
 
 
 def _moves(policy: str) -> Bars:
-    groups = {
-        f"{name}, {words}": _metrics(sign, policy, what)
-        for sign, name in _SIGN_NAMES.items()
-        for what, words in (("moved_mean", "mean"), ("moved_max", "largest"))
-    }
+    groups = {}
+    for sign, name in _SIGN_NAMES.items():
+        groups[f"{name}, mean"] = _metrics(sign, policy, "moved_mean")
+        groups[f"{name}, largest"] = _metrics(sign, policy, "moved_max")
     title = f"Moves of tokens by probability under the {_POLICY_NAMES[policy]}"
     return Bars(
         title, "|log ratio|, nats", _CLASS_NAMES, groups, f"token_moves_{_file(policy)}", log=True
@@ -83,17 +85,14 @@ _W_NAMES = (
     "above",
 )
 
-BARS = (
-    *(_shares(policy) for policy in _POLICY_NAMES),
-    *(_moves(policy) for policy in _POLICY_NAMES),
-    Bars(
-        "Mismatch weight w of the responses",
-        "share",
-        _W_NAMES,
-        {"w": tuple(W_BINS)},
-        "mismatch_weights",
-    ),
+_WEIGHTS = Bars(
+    "Mismatch weight w of the responses",
+    "share",
+    _W_NAMES,
+    {"w": tuple(W_BINS)},
+    "mismatch_weights",
 )
+BARS = (*map(_shares, _POLICY_NAMES), *map(_moves, _POLICY_NAMES), _WEIGHTS)
 
 
 def bar_values(metrics: Sequence[str], entries: Entries) -> list[float]:
@@ -106,17 +105,15 @@ def bar_values(metrics: Sequence[str], entries: Entries) -> list[float]:
     return heights
 
 
-def drawn_bars(chart: Bars, runs: Mapping[str, Entries]) -> dict[str, list[float]]:
-    """Return label -> heights of the bars, or {} if no bar has a height. With several runs a label names the run."""
+def drawn_bars(chart: Bars, runs: Mapping[str, Entries]) -> Groups:
+    """Return the groups of bars, or {} if no bar has a height. With several runs a label names the run."""
     groups = {}
     for label, metrics in chart.groups.items():
         for run, entries in runs.items():
-            groups[label if len(runs) == 1 else f"{label}, {run}"] = bar_values(metrics, entries)
-    return (
-        groups
-        if any(math.isfinite(height) for heights in groups.values() for height in heights)
-        else {}
-    )
+            group = label if len(runs) == 1 else f"{label}, {run}"
+            groups[group] = bar_values(metrics, entries)
+    heights = chain.from_iterable(groups.values())
+    return groups if any(map(math.isfinite, heights)) else {}
 
 
 def plot_bars(chart: Bars, entries: Entries, output: Path) -> Path | None:
@@ -132,11 +129,12 @@ def plot_bars(chart: Bars, entries: Entries, output: Path) -> Path | None:
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     width = 0.8 / len(groups)
-    places = np.arange(len(chart.names))
+    centres = np.arange(len(chart.names))
     for index, (label, heights) in enumerate(groups.items()):
-        left = places + (index - (len(groups) - 1) / 2) * width
-        axes.bar(left, np.nan_to_num(heights), width, color=f"C{index}", label=label)
-    axes.set_xticks(places, chart.names)
+        offset = (index - (len(groups) - 1) / 2) * width
+        drawn = np.nan_to_num(heights)
+        axes.bar(centres + offset, drawn, width, color=f"C{index}", label=label)
+    axes.set_xticks(centres, chart.names)
     if chart.log:
         axes.set_yscale("log")
     if len(groups) > 1:
@@ -154,14 +152,11 @@ def bars_of_report(runs: Mapping[str, Entries]) -> list[dict[str, Any]]:
         groups = drawn_bars(chart, runs)
         if not groups:
             continue
-        drawn = {
-            "title": chart.title,
-            "unit": chart.unit,
-            "names": list(chart.names),
-            "log": chart.log,
-        }
-        short = {label: [_short(height) for height in heights] for label, heights in groups.items()}
-        charts.append(drawn | {"groups": list(short.items())})
+        drawn: dict[str, Any] = {"title": chart.title, "unit": chart.unit}
+        drawn["names"] = list(chart.names)
+        drawn["log"] = chart.log
+        drawn["groups"] = [(label, [*map(_short, groups[label])]) for label in groups]
+        charts.append(drawn)
     return charts
 
 

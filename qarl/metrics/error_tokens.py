@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 NGRAM = 6
 """Tokens per n-gram."""
@@ -28,6 +29,14 @@ TAIL = 256
 """Tokens searched at the end of a response."""
 FEWEST_NGRAMS = 10
 """The smallest number of n-grams that is judged."""
+_PREFIXES = {"all": "", "pos": "pos_", "neg": "neg_"}
+"""Group of responses, all or by the sign of their advantages -> prefix of its metrics."""
+_RATES = {
+    "repetition": "repetition",
+    "repetitive": "repetitive_frac",
+    "garbled": "garbled_frac",
+}
+"""A sum over the responses of a group -> metric of its mean."""
 WINDOW = 8
 """Consecutive tokens whose mean log-prob is taken."""
 REPETITIVE = 0.5
@@ -45,7 +54,7 @@ def garbled_limit(vocabulary: int | None) -> float:
     return max(UNLIKELY, 0.7 * uniform)
 
 
-def repetition(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def repetition(tokens: Tensor, mask: Tensor) -> Tensor:
     """Return the share of repeated n-grams in each response's last `TAIL` tokens: FP64 [B], 0 if there are too few.
 
     tokens: int64 [B, T]. mask: bool [B, T]; only tokens with a true mask count."""
@@ -54,7 +63,8 @@ def repetition(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
     # n-grams are compared by a hash modulo 2^64, a sum of products with fixed odd numbers.
     generator = torch.Generator().manual_seed(0)
-    halves = torch.randint(-(2**62), 2**62, (NGRAM,), generator=generator)
+    half = 2**62
+    halves = torch.randint(-half, half, (NGRAM,), generator=generator)
     factors = (halves * 2 + 1).to(tokens.device)
     windows = (ends + 1).unfold(1, NGRAM, 1)
     grams = (windows * factors).sum(-1)
@@ -70,7 +80,7 @@ def repetition(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(count >= FEWEST_NGRAMS, repeated, 0.0)
 
 
-def least_likely_run(log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def least_likely_run(log_prob: Tensor, mask: Tensor) -> Tensor:
     """Return the smallest mean log-prob of `WINDOW` consecutive tokens of each response: FP64 [B].
 
     A response with fewer tokens gives 0. log_prob: [B, T]; values where the mask is false are ignored."""
@@ -84,10 +94,10 @@ def least_likely_run(log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
 
 
 def text_statistics(
-    tokens: torch.Tensor,
-    rollout_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    tokens: Tensor,
+    rollout_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     *,
     vocabulary: int | None = None,
 ) -> dict[str, float]:
@@ -103,16 +113,12 @@ def text_statistics(
     repeats = repetition(tokens, mask)
     repetitive = repeats >= REPETITIVE
     garbled = least_likely_run(rollout_log_prob, mask) < garbled_limit(vocabulary)
-    groups = {
-        "all": present,
-        "pos": present & (advantages > 0),
-        "neg": present & (advantages < 0),
-    }
+    positive = present & (advantages > 0)
+    negative = present & (advantages < 0)
+    groups = {"all": present, "pos": positive, "neg": negative}
     sampled = rollout_log_prob.detach().double()
-    sums = {
-        "sum/text/tokens": mask.sum(),
-        "sum/text/surprise": -torch.where(mask, sampled, 0.0).sum(),
-    }
+    surprise = -torch.where(mask, sampled, 0.0).sum()
+    sums = {"sum/text/tokens": mask.sum(), "sum/text/surprise": surprise}
     for name, rows in groups.items():
         sums[f"sum/text/{name}"] = rows.sum()
         sums[f"sum/text/{name}_repetition"] = torch.where(rows, repeats, 0.0).sum()
@@ -139,28 +145,25 @@ def text_metrics(statistics: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             if key.startswith("sum/text/"):
                 total[key.removeprefix("sum/text/")] += value
     metrics = {}
-    for group, prefix in (("all", ""), ("pos", "pos_"), ("neg", "neg_")):
+    for group, prefix in _PREFIXES.items():
         count = total.get(group)
         if not count:
             continue
-        for name, counted in (
-            ("repetition", "repetition"),
-            ("repetitive_frac", "repetitive"),
-            ("garbled_frac", "garbled"),
-        ):
+        for counted, name in _RATES.items():
             metrics[f"error_tokens/{prefix}{name}"] = total[f"{group}_{counted}"] / count
-    if tokens := total.get("tokens"):
+    tokens = total.get("tokens")
+    if tokens:
         metrics["rollout/entropy"] = total["surprise"] / tokens
     return metrics
 
 
-def _packed(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row with its valid values moved to the start, in their order, and the mask of the moved values."""
     order = (~mask).int().argsort(dim=1, stable=True)
     return values.gather(1, order), mask.gather(1, order)
 
 
-def _tails(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _tails(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the last `TAIL` valid values of each row, and a mask, because a row may have fewer."""
     packed, known = _packed(values, mask)
     lengths = known.sum(1, keepdim=True)

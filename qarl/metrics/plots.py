@@ -6,14 +6,14 @@ report.html, which also shows several runs in the same charts. `qarl.metrics.bar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from qarl.metrics.bars import BARS, plot_bars
+from qarl.metrics.bars import BARS, Entries, plot_bars
 from qarl.metrics.series import series
 from qarl.metrics.tracker import read_metrics
 from qarl.metrics.validation import MEAN, OF_SOURCE
@@ -38,12 +38,11 @@ class Chart:
 
     def lines_in(self, names: Iterable[str]) -> dict[str, str]:
         """Return metric -> label of the chart's lines in a run that logged the metrics `names`."""
-        found = {
-            name: name.removeprefix(self.each)
-            for name in names
-            if self.each and name.startswith(self.each)
-        }
-        return {**self.lines, **found}
+        lines = dict(self.lines)
+        if self.each:
+            found = [name for name in names if name.startswith(self.each)]
+            lines |= {name: name.removeprefix(self.each) for name in found}
+        return lines
 
 
 CHARTS = (
@@ -156,13 +155,12 @@ def plot_run(run_dir: str | Path) -> list[Path]:
     """Write the run's `plots/*.png` and return their paths. Raise UserError if there is no metrics.jsonl."""
     entries = read_metrics(run_dir)
     output = Path(run_dir) / "plots"
-    lines = [
-        path for chart in CHARTS if chart.file and (path := _plot_lines(chart, entries, output))
-    ]
-    return lines + [path for chart in BARS if (path := plot_bars(chart, entries, output))]
+    paths = [_plot_lines(chart, entries, output) for chart in CHARTS if chart.file]
+    paths += [plot_bars(chart, entries, output) for chart in BARS]
+    return [path for path in paths if path is not None]
 
 
-def _plot_lines(chart: Chart, entries: Sequence[Mapping[str, Any]], output: Path) -> Path | None:
+def _plot_lines(chart: Chart, entries: Entries, output: Path) -> Path | None:
     # The figure class without pyplot, which needs a window system and has global state.
     from matplotlib.figure import Figure
 
@@ -181,18 +179,14 @@ def _plot_lines(chart: Chart, entries: Sequence[Mapping[str, Any]], output: Path
             axes.plot(steps, values, color=f"C{index}", alpha=0.25, linewidth=1)
             values = trailing_mean(values, window)
         marker = "o" if len(steps) == 1 or not chart.smooth else None
-        axes.plot(
-            steps,
-            values,
-            color=f"C{index}",
-            marker=marker,
-            label=_plain(line) if len(lines) > 1 else None,
-        )
+        label = _plain(line) if len(lines) > 1 else None
+        axes.plot(steps, values, color=f"C{index}", marker=marker, label=label)
     if not axes.lines:
         return None
-    axes.set_xlabel(
-        f"training step (bold: mean of the last {window} steps)" if window > 1 else "training step"
-    )
+    axis = "training step"
+    if window > 1:
+        axis += f" (bold: mean of the last {window} steps)"
+    axes.set_xlabel(axis)
     if chart.log:
         axes.set_yscale("log")
     if chart.fraction:
@@ -216,16 +210,18 @@ def _plain(label: str) -> str:
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Return, for each value, the mean of this value and up to `window - 1` values before it."""
-    return np.asarray(
-        [values[max(0, end - window) : end].mean() for end in range(1, len(values) + 1)]
-    )
+    means = []
+    for end in range(1, len(values) + 1):
+        start = max(0, end - window)
+        means.append(values[start:end].mean())
+    return np.asarray(means)
 
 
-def phases_of(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+def phases_of(entries: Entries) -> list[str]:
     """Return the timed phases in the order of a step, unknown phases last. Parts of `update` are left out, because the
     time of `update` includes them."""
-    timed = dict.fromkeys(
-        key.removeprefix("timing_s/") for e in entries for key in e if key.startswith("timing_s/")
-    )
+    logged = dict.fromkeys(chain.from_iterable(entries))
+    timed = [key.removeprefix("timing_s/") for key in logged if key.startswith("timing_s/")]
     known = [phase for phase in _PHASES if phase in timed]
-    return known + [phase for phase in timed if phase not in (*_PHASES, *_PARTS_OF_UPDATE, "step")]
+    not_shown = {*_PHASES, *_PARTS_OF_UPDATE, "step"}
+    return known + [phase for phase in timed if phase not in not_shown]

@@ -18,11 +18,14 @@ def series(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return steps and values of a metric. Skip values that no axis can show: those that are not finite or larger than
     `LARGEST`, and, if `positive`, values up to 0."""
-    values_of = [(entry["step"], as_number(entry.get(key))) for entry in entries]
-    points = [
-        (step, value)
-        for step, value in values_of
-        if value is not None and abs(value) <= LARGEST and not (positive and value <= 0)
-    ]
-    steps, values = zip(*points, strict=True) if points else ((), ())
+    steps = []
+    values = []
+    for entry in entries:
+        value = as_number(entry.get(key))
+        if value is None or not abs(value) <= LARGEST:
+            continue
+        if positive and value <= 0:
+            continue
+        steps.append(entry["step"])
+        values.append(value)
     return np.asarray(steps), np.asarray(values, dtype=float)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from qarl.metrics.weight_bins import W_BINS
 
@@ -34,12 +35,12 @@ _ORDER = {"max": 1.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 _HALF = 1 << 16
 """Values of the upper, and of the lower, half of a number's 32 bits."""
 
-Reduce = Callable[[torch.Tensor], torch.Tensor]
+Reduce = Callable[[Tensor], Tensor]
 """Returns the sum of a tensor over all ranks, element by element."""
 
 
 def mismatch_metrics(
-    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
     """Compare the two policies on the sampled tokens, with δ = old_log_prob - rollout_log_prob in nats per token.
 
@@ -64,9 +65,9 @@ def mismatch_metrics(
 
 @torch.no_grad()
 def token_mismatch(
-    old: torch.Tensor,
-    rollout: torch.Tensor,
-    lengths: torch.Tensor,
+    old: Tensor,
+    rollout: Tensor,
+    lengths: Tensor,
     reduce: Reduce = lambda value: value,
 ) -> dict[str, float]:
     """Return `mismatch_metrics` of log-probs without padding, computed on their device, or {} without any token.
@@ -119,7 +120,7 @@ class _TokenMeans(NamedTuple):
     rollout_probability: float
 
 
-def _mean_delta(delta: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def _mean_delta(delta: Tensor, lengths: Tensor) -> Tensor:
     """Return the mean δ of each response, FP64. `lengths`: of the responses, all positive."""
     if not len(lengths):
         return lengths.double()
@@ -127,7 +128,7 @@ def _mean_delta(delta: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return sums / lengths
 
 
-def _histogram(mean_delta: torch.Tensor) -> torch.Tensor:
+def _histogram(mean_delta: Tensor) -> Tensor:
     """Return the number of responses in each bin of `W_BINS`, FP64. NaN is in none. `mean_delta`: log w of each."""
     w = mean_delta.exp()
     bounds = [-math.inf, *W_BINS.values()]
@@ -136,7 +137,7 @@ def _histogram(mean_delta: torch.Tensor) -> torch.Tensor:
     return below.diff().double()
 
 
-def _sums(old: torch.Tensor, rollout: torch.Tensor) -> torch.Tensor:
+def _sums(old: Tensor, rollout: Tensor) -> Tensor:
     """Return the sums over tokens, FP64 [7]: |δ|, -δ, exp(δ) - δ - 1, weight, its square, both probabilities."""
     delta = (old - rollout).double()
     ratios = delta.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
@@ -153,9 +154,7 @@ def _sums(old: torch.Tensor, rollout: torch.Tensor) -> torch.Tensor:
     return torch.stack([value.sum() for value in values])
 
 
-def _spread(
-    old: torch.Tensor, rollout: torch.Tensor, mean: float, other_mean: float
-) -> torch.Tensor:
+def _spread(old: Tensor, rollout: Tensor, mean: float, other_mean: float) -> Tensor:
     """Return sums over tokens, FP64 [3]: the product and squares of both probabilities' deviations from their means."""
     a = old.double().exp() - mean
     b = rollout.double().exp() - other_mean
@@ -163,7 +162,7 @@ def _spread(
     return torch.stack([product.sum() for product in products])
 
 
-def _order_statistics(magnitude: torch.Tensor, tokens: int, reduce: Reduce) -> dict[str, float]:
+def _order_statistics(magnitude: Tensor, tokens: int, reduce: Reduce) -> dict[str, float]:
     """Return the maximum and the quantiles of `magnitude`, FP32 and not negative, over the `tokens` of all ranks.
 
     Read as integers, the bits of such numbers have the order of the numbers. So counting the upper 16 bits, and then
@@ -172,8 +171,8 @@ def _order_statistics(magnitude: torch.Tensor, tokens: int, reduce: Reduce) -> d
     """
     bits = magnitude.contiguous().view(torch.int32)
     positions = {name: share * (tokens - 1) for name, share in _ORDER.items()}
-    bounds = [round_to(at) for at in positions.values() for round_to in (math.floor, math.ceil)]
-    numbers = _numbers_at(sorted(set(bounds)), bits, reduce)
+    bounds = {*map(math.floor, positions.values()), *map(math.ceil, positions.values())}
+    numbers = _numbers_at(sorted(bounds), bits, reduce)
     if math.isnan(numbers[tokens - 1]):  # as in NumPy, a NaN makes all of them NaN
         return {f"abs_{name}": math.nan for name in positions}
     statistics = {}
@@ -184,13 +183,14 @@ def _order_statistics(magnitude: torch.Tensor, tokens: int, reduce: Reduce) -> d
     return statistics
 
 
-def _numbers_at(positions: list[int], bits: torch.Tensor, reduce: Reduce) -> dict[int, float]:
+def _numbers_at(positions: list[int], bits: Tensor, reduce: Reduce) -> dict[int, float]:
     """Return the numbers at `positions` of the sorted order of all ranks. `bits`: this rank's numbers as int32."""
     upper = bits >> 16
     ends = reduce(torch.bincount(upper, minlength=_HALF)).cumsum(0)
     at = torch.tensor(positions, device=ends.device)
     bins = torch.searchsorted(ends, at, right=True)
-    before = torch.where(bins > 0, ends[(bins - 1).clamp(min=0)], 0)
+    ends_of_previous = ends[(bins - 1).clamp(min=0)]
+    before = torch.where(bins > 0, ends_of_previous, 0)
     within = (at - before).tolist()
     highs = bins.tolist()
     lower_halves = [bits[upper == high] & (_HALF - 1) for high in highs]
@@ -205,8 +205,8 @@ def _numbers_at(positions: list[int], bits: torch.Tensor, reduce: Reduce) -> dic
 
 
 def response_metrics(
-    scores: Sequence[float] | torch.Tensor,
-    response_lengths: Sequence[int] | torch.Tensor,
+    scores: Sequence[float] | Tensor,
+    response_lengths: Sequence[int] | Tensor,
     finish_reasons: Sequence[str | None],
 ) -> dict[str, float]:
     """Return metrics of scores and lengths of one batch of responses, under verl's names. Lengths are in tokens.

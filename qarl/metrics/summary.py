@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from qarl.metrics.validation import MEAN, OF_SOURCE, WEIGHTS, mean
 
+Entry = Mapping[str, Any]
+"""The metrics of one step."""
 Reduce = Callable[[Sequence[float]], float]
 STEP_SECONDS = "timing_s/step"
 """Every training step logs it, and no evaluation does."""
@@ -53,17 +56,15 @@ def summarize(history: Iterable[Any]) -> dict[str, Any]:
     }
 
 
-def accuracies(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def accuracies(entries: Sequence[Entry]) -> dict[str, Any]:
     """Return the figures of the evaluations before and after the training, None where there was none."""
     before = [entry for entry in entries if entry.get("step") == 0]
     after = [entry for entry in entries if entry.get("step") != 0]
-    both: dict[str, Any] = {
-        "accuracy_before": last(before, MEAN),
-        "accuracy_after": last(after, MEAN),
-    }
-    names = dict.fromkeys(
-        key for entry in entries for key in entry if str(key).startswith(OF_SOURCE)
-    )
+    both: dict[str, Any] = {}
+    both["accuracy_before"] = last(before, MEAN)
+    both["accuracy_after"] = last(after, MEAN)
+    logged = dict.fromkeys(chain.from_iterable(entries))
+    names = [key for key in logged if str(key).startswith(OF_SOURCE)]
     if names:
         both["accuracy_mean"] = WEIGHTS
     for name in names:
@@ -73,7 +74,7 @@ def accuracies(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return both
 
 
-def last(entries: Sequence[Mapping[str, Any]], key: str) -> float | None:
+def last(entries: Sequence[Entry], key: str) -> float | None:
     """Return the last value of a metric, or None if it has none."""
     values = numbers(entries, key)
     return values[-1] if values else None
@@ -84,9 +85,10 @@ def largest(values: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
-def numbers(entries: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+def numbers(entries: Iterable[Entry], key: str) -> list[float]:
     """Return the values of a metric that are numbers, NaN and infinities among them."""
-    return [number for entry in entries if (number := as_number(entry.get(key))) is not None]
+    values = [as_number(entry.get(key)) for entry in entries]
+    return [value for value in values if value is not None]
 
 
 def as_number(value: Any) -> float | None:

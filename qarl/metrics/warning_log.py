@@ -22,7 +22,7 @@ ADVICE_AFTER = 5
 NARROW = "narrow_bands"
 _ADVISED = "actor/band_p95_after_first"
 _FACTOR = "actor/band_factor_p95_after_first"
-_OUTSIDE = "actor/inside_band_frac_after_first"
+_INSIDE = "actor/inside_band_frac_after_first"
 
 
 class WarningLog:
@@ -41,7 +41,9 @@ class WarningLog:
         self._actor = actor or {}
         self._signs = SignFinder()
         self._bands: list[tuple[float, float, float]] = []
-        before = [warning for entry in history for warning in self._add(int(entry["step"]), entry)]
+        before = []
+        for entry in history:
+            before += self._add(int(entry["step"]), entry)
         with writing(self._path):
             self._path.unlink(missing_ok=True)
         self._write(before)
@@ -64,9 +66,13 @@ class WarningLog:
 
     def _add(self, step: int, metrics: Mapping[str, Any]) -> list[WarningSign]:
         signs = self._signs.add(step, metrics)
-        if len(self._bands) < ADVICE_AFTER and _FACTOR in metrics and _ADVISED in metrics:
-            self._bands.append((metrics[_ADVISED], metrics[_FACTOR], metrics.get(_OUTSIDE, 1.0)))
-            text, remedy = band_advice(self._bands, self._actor)
-            if len(self._bands) == ADVICE_AFTER and remedy:
-                signs.append(WarningSign(NARROW, step, step - ADVICE_AFTER + 1, text, remedy))
+        has_bands = _FACTOR in metrics and _ADVISED in metrics
+        if not has_bands or len(self._bands) == ADVICE_AFTER:
+            return signs
+        inside = metrics.get(_INSIDE, 1.0)
+        self._bands.append((metrics[_ADVISED], metrics[_FACTOR], inside))
+        text, remedy = band_advice(self._bands, self._actor)
+        if len(self._bands) == ADVICE_AFTER and remedy:
+            since = step - ADVICE_AFTER + 1
+            signs.append(WarningSign(NARROW, step, since, text, remedy))
         return signs

@@ -21,24 +21,36 @@ This module needs no torch. A resumed run rebuilds the state from its metrics.
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-RECENT, WINDOW, FEWEST, EARLY = 3, 30, 10, 20
-"""Number of steps of a recent median, largest and smallest number of a usual median, and number of an early median."""
+RECENT = 3
+"""Steps of a recent median."""
+WINDOW = 30
+"""Most steps of a usual median."""
+FEWEST = 10
+"""Fewest steps of a usual median."""
+EARLY = 20
+"""Steps of an early median."""
 TREND = 10
-"""Number of steps of the recent median in `trend`, which compares it with the early median."""
-DEVIATIONS, JUMP_DEVIATIONS = 6.0, 4.0
-"""A change must exceed the usual spread this many times. `JUMP_DEVIATIONS` is for comparisons of logarithms."""
+"""Steps of the recent median in `trend`, which compares it with the early median."""
+DEVIATIONS = 6.0
+"""A change must exceed the usual spread this many times."""
+JUMP_DEVIATIONS = 4.0
+"""The same for a change of a logarithm."""
 EQUAL_REWARDS = 5
 """Number of consecutive steps without any difference of rewards within a group, after which this is reported."""
-LARGE_UPDATE, LARGE_STEPS = 0.3, 5
-"""A size of updates, in nats, that is too large, and the number of steps of its median. The paper's widest band, 7e-4
-at 16384 tokens (arXiv 2604.07853), is 0.09."""
+LARGE_UPDATE = 0.3
+"""A size of updates, in nats, that is too large. The paper's widest band, 7e-4 at 16384 tokens (arXiv 2604.07853), is
+0.09."""
+LARGE_STEPS = 5
+"""Steps of the median that is compared with `LARGE_UPDATE`."""
 GROWN_UPDATE = 0.15
 """A size of updates, in nats, that is too large if it has doubled."""
 LARGE_K3 = 4e-4
@@ -93,9 +105,13 @@ class SignFinder:
                 self._series[name].append((step, float(value)))
         signs = []
         for sign, (rule, remedy) in SIGNS.items():
-            if sign not in self._reported and (seen := rule(self._series)):
+            if sign in self._reported:
+                continue
+            seen = rule(self._series)
+            if seen:
                 self._reported.add(sign)
-                signs.append(WarningSign(sign, step, *seen, remedy))
+                since, text = seen
+                signs.append(WarningSign(sign, step, since, text, remedy))
         return signs
 
 
@@ -110,12 +126,13 @@ def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     derived: dict[str, float] = {}
     with suppress(KeyError, TypeError):
-        names = [f"zero_centred_loss_{sign}" for sign in ("pos", "neg")]
-        own, to_rollout = (
-            [metrics[f"actor/{prefix}{name}"] for name in names] for prefix in ("", "rollout_")
-        )
-        derived |= {"skew/net": sum(to_rollout) - sum(own), "skew/own": sum(map(abs, own))}
-    update, ratio = (metrics.get(f"actor/{name}_size", math.nan) for name in ("update", "ratio"))
+        names = ("zero_centred_loss_pos", "zero_centred_loss_neg")
+        contributions = [metrics[f"actor/{name}"] for name in names]
+        to_rollout = [metrics[f"actor/rollout_{name}"] for name in names]
+        net = sum(to_rollout) - sum(contributions)
+        derived |= {"skew/net": net, "skew/own": sum(map(abs, contributions))}
+    update = metrics.get("actor/update_size", math.nan)
+    ratio = metrics.get("actor/ratio_size", math.nan)
     k3 = metrics.get("mismatch/k3")
     mismatched = isinstance(k3, float) and k3 >= LARGE_K3
     from_rollout = metrics.get("old_log_probs/from_rollout") == 1
@@ -126,12 +143,24 @@ def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
     return derived
 
 
-def usual(values: Sequence[float], recent: int) -> tuple[float, float, float] | None:
-    """Return (median of the last `recent` values, usual median, usual spread), or None if there are too few values."""
+class Medians(NamedTuple):
+    """`recent`: median of the last values. `usual`, `spread`: median and spread of the values before them."""
+
+    recent: float
+    usual: float
+    spread: float
+
+
+def medians_of(values: Sequence[float], recent: int) -> Medians | None:
+    """Compare the last `recent` values with those before them. Return None if there are too few values."""
     before = values[:-recent][-WINDOW:]
     if len(before) < FEWEST:
         return None
-    return median(values[-recent:]), median(before), _spread(before)
+    return Medians(median(values[-recent:]), median(before), _spread(before))
+
+
+def _values(points: Sequence[Point]) -> list[float]:
+    return [value for _, value in points]
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -168,18 +197,20 @@ def jumps(*rows: tuple[str, float], recent: int = RECENT) -> Rule:
 
     def rule(series: Series) -> Seen:
         for name, factor in rows:
-            positive = [(step, math.log(value)) for step, value in series[name] if value > 0]
-            if (medians := usual([value for _, value in positive], recent)) is None:
+            positive = [point for point in series[name] if point[1] > 0]
+            logs = [(step, math.log(value)) for step, value in positive]
+            medians = medians_of(_values(logs), recent)
+            if medians is None:
                 continue
-            now, middle, spread = medians
+            middle = medians.usual
             up = math.copysign(1, math.log(factor))
             far = abs(math.log(factor))
-            if up * (now - middle) >= max(far, JUMP_DEVIATIONS * spread):
-                excess = [(step, up * (value - middle) - far) for step, value in positive]
-                since = _since(excess, lambda value: value >= 0)
-                return since, _words(
-                    name, "rose" if up > 0 else "fell", math.exp(middle), math.exp(now)
-                )
+            if up * (medians.recent - middle) < max(far, JUMP_DEVIATIONS * medians.spread):
+                continue
+            excess = [(step, up * (value - middle) - far) for step, value in logs]
+            since = _since(excess, lambda value: value >= 0)
+            verb = "rose" if up > 0 else "fell"
+            return since, _words(name, verb, math.exp(middle), math.exp(medians.recent))
         return None
 
     return rule
@@ -193,9 +224,9 @@ def trend(name: str, factor: float, *, least: float, deviations: float = DEVIATI
         points = series[name]
         if len(points) < EARLY + TREND:
             return None
-        early = [value for _, value in points[:EARLY]]
+        early = _values(points[:EARLY])
         middle = max(median(early), least / factor)
-        now = median(value for _, value in points[-TREND:])
+        now = median(_values(points[-TREND:]))
         if now < factor * middle or now <= middle + deviations * _spread(early):
             return None
         since = _since(points, lambda value: value >= factor * middle)
@@ -206,8 +237,11 @@ def trend(name: str, factor: float, *, least: float, deviations: float = DEVIATI
 
 def _large(name: str, points: Sequence[Point]) -> Seen:
     """Look for ratios that are further from 1 than any usual band lets them."""
-    recent = points[-LARGE_STEPS:]
-    if len(recent) < LARGE_STEPS or (now := median(value for _, value in recent)) < LARGE_UPDATE:
+    recent = _values(points[-LARGE_STEPS:])
+    if len(recent) < LARGE_STEPS:
+        return None
+    now = median(recent)
+    if now < LARGE_UPDATE:
         return None
     since = _since(points, lambda value: value >= LARGE_UPDATE)
     return since, f"{name} is {now:.2g} (median of {LARGE_STEPS} steps), at least {LARGE_UPDATE:g}"
@@ -215,31 +249,37 @@ def _large(name: str, points: Sequence[Point]) -> Seen:
 
 def _ratio_mismatch(series: Series) -> Seen:
     seen = _large("actor/ratio_size", series["ratio/mismatched"])
-    return seen and (seen[0], f"the ratios of the loss contain the mismatch: {seen[1]}")
+    if seen is None:
+        return None
+    since, text = seen
+    return since, f"the ratios of the loss contain the mismatch: {text}"
 
 
 def _update_size(series: Series) -> Seen:
     """Look for updates that are large, or much larger than at first."""
     name = "actor/update_size"
-    return _large(name, series[name]) or trend(name, 2.0, least=GROWN_UPDATE, deviations=0.0)(
-        series
-    )
+    grown = trend(name, 2.0, least=GROWN_UPDATE, deviations=0.0)
+    return _large(name, series[name]) or grown(series)
 
 
 def _skew(series: Series) -> Seen:
     """Look for a net push of the mismatch: C(r_rollout) - C(r) summed over both signs, which noise leaves near 0."""
     points = series["skew/net"]
-    own = series["skew/own"]
     if len(points) < 2 * EARLY:
         return None
-    early, recent = ([value for _, value in part] for part in (points[:EARLY], points[-EARLY:]))
+    early = _values(points[:EARLY])
+    recent = _values(points[-EARLY:])
     push = median(recent)
     before = abs(median(early))
     error = max(_error(early), _error(recent))
-    floor = median(value for _, value in own[-EARLY:])
-    if abs(push) < 3 * before or abs(push) < DEVIATIONS * error or abs(push) <= floor:
+    floor = median(_values(series["skew/own"][-EARLY:]))
+    if abs(push) < max(3 * before, DEVIATIONS * error) or abs(push) <= floor:
         return None
-    since = _since(points, lambda value: value * push > 0 and abs(value) >= abs(push) / 2)
+
+    def pushes(value: float) -> bool:
+        return value * push > 0 and abs(value) >= abs(push) / 2
+
+    since = _since(points, pushes)
     text = (
         "the mismatch pushes tokens of the two signs unequally: C(r_rollout) - C(r) summed over the signs is "
         f"{push:.2g} (median of {EARLY} steps), {before:.2g} in the first {EARLY}; |C(r)| alone is {floor:.2g}"
@@ -249,29 +289,29 @@ def _skew(series: Series) -> Seen:
 
 def _repetition(series: Series) -> Seen:
     for name in ("error_tokens/repetitive_frac", "error_tokens/garbled_frac"):
-        if (medians := usual([value for _, value in series[name]], 5)) is None:
+        medians = medians_of(_values(series[name]), recent=5)
+        if medians is None:
             continue
-        now, middle, spread = medians
-        limit = middle + max(0.1, DEVIATIONS * spread)
-        if now > limit:
-            since = _since(series[name], lambda value, limit=limit: value > limit)  # type: ignore[misc]  # mypy infers no type for `limit`
-            return since, _words(name, "rose", middle, now)
+        limit = medians.usual + max(0.1, DEVIATIONS * medians.spread)
+        if medians.recent > limit:
+            since = _since(series[name], partial(operator.lt, limit))
+            return since, _words(name, "rose", medians.usual, medians.recent)
     return None
 
 
 def _equal_rewards(series: Series) -> Seen:
-    points = series["actor/zero_advantage_frac"]
-    if len(points) < EQUAL_REWARDS or any(value < 1 for _, value in points[-EQUAL_REWARDS:]):
+    recent = series["actor/zero_advantage_frac"][-EQUAL_REWARDS:]
+    if len(recent) < EQUAL_REWARDS or min(_values(recent)) < 1:
         return None
-    since = next(step for step, value in points[-EQUAL_REWARDS:] if value >= 1)
+    since = recent[0][0]
     return since, (
         f"in {EQUAL_REWARDS} steps in a row, for every prompt, all responses had the same reward, so the run cannot "
         "learn, but the optimizer's momentum still moves the weights"
     )
 
 
-def _words(name: str, verb: str, before: float, now: float, than: str = "usual") -> str:
-    return f"{name} {verb} from {before:.3g} ({than}) to {now:.3g}"
+def _words(name: str, verb: str, before: float, now: float, when: str = "usual") -> str:
+    return f"{name} {verb} from {before:.3g} ({when}) to {now:.3g}"
 
 
 _MISMATCH = (
@@ -281,11 +321,10 @@ _MISMATCH = (
 SIGNS: dict[str, tuple[Rule, str]] = {
     "entropy": (
         jumps(
-            *(
-                (f"{side}/entropy", factor)
-                for side in ("rollout", "actor")
-                for factor in (2.0, 1 / 3)
-            )
+            ("rollout/entropy", 2.0),
+            ("rollout/entropy", 1 / 3),
+            ("actor/entropy", 2.0),
+            ("actor/entropy", 1 / 3),
         ),
         "lower optim.lr or add optim.lr_warmup_steps; if entropy rose, look at error_tokens/* and mismatch/*; if it "
         "fell, responses become alike: raise rollout.temperature",

@@ -36,7 +36,7 @@ from qarl.metrics.bars import bars_of_report
 from qarl.metrics.plots import CHARTS, phases_of
 from qarl.metrics.tracker import read_metrics
 from qarl.metrics.warning_log import WARNINGS_FILE
-from qarl.report.samples import is_logged, read_samples
+from qarl.report.samples import Sample, is_logged, read_samples
 
 REPORT_FILE = "report.html"
 MOST_POINTS = 1000
@@ -55,6 +55,10 @@ _SHOWN = {"since_step", "sign", "text", "remedy"}
 """Keys of a warning sign that the page shows."""
 
 Series = dict[str, list[Any]]
+Point = tuple[int, float]
+"""A training step and the value of a metric."""
+Runs = Mapping[str, dict[str, Any]]
+"""Name of a run -> its `contents`."""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -78,55 +82,60 @@ def write_comparison(run_dirs: Sequence[str | Path], path: str | Path) -> Path:
 def comparison(run_dirs: Sequence[str | Path], name: str) -> dict[str, Any]:
     """Return what `page.js` draws for several runs, named by their folders. There are no samples and no phases."""
     names = [Path(run_dir).resolve().name for run_dir in run_dirs]
-    names = names if len(set(names)) == len(names) else [str(run_dir) for run_dir in run_dirs]
-    runs = dict(zip(names, map(contents, run_dirs), strict=True))
-    summaries = {run: data["summary"] or {} for run, data in runs.items()}
-    whole = {
-        "failed": next(
-            (summary["failed"] for summary in summaries.values() if summary.get("failed")), None
-        ),
-        "finished": all(summary.get("finished") for summary in summaries.values()),
-    }
-    logged = sorted({key for data in runs.values() for key in data["series"]})
-    series = {
-        f"{key} {run}": values
-        for run, data in runs.items()
-        for key, values in data["series"].items()
-    }
+    if len(set(names)) < len(names):
+        names = [str(run_dir) for run_dir in run_dirs]
+    folders = dict(zip(names, run_dirs, strict=True))
+    runs = {run: contents(folder) for run, folder in folders.items()}
+    metrics = {run: read_metrics(folder) for run, folder in folders.items()}
+    series: dict[str, Series] = {}
+    warnings = []
+    for run, data in runs.items():
+        series |= {f"{key} {run}": values for key, values in data["series"].items()}
+        for warning in data["warnings"]:
+            sign = f"{warning['sign']}, {run}"
+            warnings.append(warning | {"sign": sign})
+    configs = [f"# {run}\n{data['config']}" for run, data in runs.items()]
     return next(iter(runs.values())) | {
         "name": name,
         "step": max(data["step"] for data in runs.values()),
         "total": None,
-        "summary": whole
-        | {
-            f"{key}: {run}": summary[key]
-            for key in _COMPARED
-            for run, summary in summaries.items()
-            if key in summary
-        },
+        "summary": _summary_of_runs(runs),
         "series": dict(sorted(series.items())),
-        "charts": [
-            asdict(chart)
-            | {
-                "title": f"{chart.title}: {label}" if len(lines) > 1 else chart.title,
-                "lines": [(f"{key} {run}", run) for run in runs],
-            }
-            for chart in CHARTS
-            for lines in [chart.lines_in(logged)]
-            for key, label in lines.items()
-        ],
-        "bars": bars_of_report(
-            {run: read_metrics(folder) for run, folder in zip(names, run_dirs, strict=True)}
-        ),
+        "charts": _charts_of_runs(runs),
+        "bars": bars_of_report(metrics),
         "phases": [],
-        "warnings": [
-            warning | {"sign": f"{warning['sign']}, {run}"}
-            for run, data in runs.items()
-            for warning in data["warnings"]
-        ],
+        "warnings": warnings,
         "samples": [],
-        "config": "\n".join(f"# {run}\n{data['config']}" for run, data in runs.items()),
+        "config": "\n".join(configs),
     }
+
+
+def _summary_of_runs(runs: Runs) -> dict[str, Any]:
+    """Return the figures of each run that are compared, and whether the runs failed or finished."""
+    summaries = {run: data["summary"] or {} for run, data in runs.items()}
+    failures = [summary.get("failed") for summary in summaries.values()]
+    figures: dict[str, Any] = {"failed": next(filter(None, failures), None)}
+    figures["finished"] = all(summary.get("finished") for summary in summaries.values())
+    for key in _COMPARED:
+        for run, summary in summaries.items():
+            if key in summary:
+                figures[f"{key}: {run}"] = summary[key]
+    return figures
+
+
+def _charts_of_runs(runs: Runs) -> list[dict[str, Any]]:
+    """Return one chart for each metric, with a line for each run."""
+    logged = {key for data in runs.values() for key in data["series"]}
+    charts = []
+    for chart in CHARTS:
+        metrics = chart.lines_in(sorted(logged))
+        for key, label in metrics.items():
+            drawn = asdict(chart)
+            if len(metrics) > 1:
+                drawn["title"] = f"{chart.title}: {label}"
+            drawn["lines"] = [(f"{key} {run}", run) for run in runs]
+            charts.append(drawn)
+    return charts
 
 
 def update_report(config: Config, step: int) -> None:
@@ -143,24 +152,24 @@ def update_report(config: Config, step: int) -> None:
 def page(data: dict[str, Any]) -> str:
     """Return the HTML of the report that shows `data`, the dict of `contents`."""
     style, script = (_packaged(f"page.{kind}") for kind in ("css", "js"))
-    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; form-action 'none'"
     parts = {
         "POLICY": policy,
         "TITLE": html.escape(str(data["name"])),
         "STYLE": style,
         "SCRIPT": script,
-        "DATA": text,
+        "DATA": text.replace("<", "\\u003c"),
     }
     # The frame is split at its marks before texts are inserted, so a mark inside a text stays text.
-    before, *rest = _packaged("page.html").split("@@")
-    return before + "".join(
-        parts[piece] if place % 2 == 0 else piece for place, piece in enumerate(rest)
-    )
+    pieces = _packaged("page.html").split("@@")
+    pieces[1::2] = [parts[mark] for mark in pieces[1::2]]
+    return "".join(pieces)
 
 
 def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def _packaged(name: str) -> str:
@@ -175,16 +184,19 @@ def contents(run_dir: str | Path) -> dict[str, Any]:
     entries = read_metrics(run_dir)
     names = sorted({name for entry in entries for name in entry} - {"step"})
     config = _text(run_dir / "config.yaml")
+    series = {name: series_of(entries, name) for name in names}
+    charts = []
+    for chart in CHARTS:
+        lines = chart.lines_in(names)
+        charts.append(asdict(chart) | {"lines": list(lines.items())})
     return {
         "name": run_dir.resolve().name,
         "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "step": entries[-1]["step"] if entries else 0,
         "total": _total_steps(config),
         "summary": _summary(run_dir / SUMMARY_FILE),
-        "series": {name: series for name in names if (series := series_of(entries, name))},
-        "charts": [
-            asdict(chart) | {"lines": list(chart.lines_in(names).items())} for chart in CHARTS
-        ],
+        "series": {name: points for name, points in series.items() if points},
+        "charts": charts,
         "bars": bars_of_report({"": entries}),
         "phases": phases_of(entries),
         "warnings": _warnings(run_dir / WARNINGS_FILE),
@@ -212,11 +224,8 @@ def _summary(path: Path) -> dict[str, Any] | None:
 
 def _warnings(path: Path) -> list[Any]:
     """Return the warning signs of a run in order of their first steps, without those that lack what the page shows."""
-    whole = [
-        warning
-        for warning in read_lines(path)
-        if isinstance(warning, dict) and warning.keys() >= _SHOWN
-    ]
+    lines = [line for line in read_lines(path) if isinstance(line, dict)]
+    whole = [warning for warning in lines if warning.keys() >= _SHOWN]
     return sorted(whole, key=lambda warning: int(warning["since_step"]))
 
 
@@ -224,30 +233,31 @@ def series_of(entries: Sequence[Mapping[str, Any]], name: str) -> Series | None:
     """Return the steps `s` and the values `v` of a metric, or None if it has no number.
 
     NaN and infinities are the strings "nan", "inf" and "-inf", because JSON has no such numbers."""
-    points = [
-        (entry["step"], entry[name])
-        for entry in entries
-        if isinstance(entry.get(name), (int, float))
-    ]
+    logged = [entry for entry in entries if isinstance(entry.get(name), (int, float))]
+    points = [(entry["step"], entry[name]) for entry in logged]
+    if not points:
+        return None
     if len(points) > MOST_POINTS:
         points = _extremes(points, MOST_POINTS // 2)
-    return (
-        {"s": [step for step, _ in points], "v": [_short(value) for _, value in points]}
-        if points
-        else None
-    )
+    steps = [step for step, _ in points]
+    values = [_short(value) for _, value in points]
+    return {"s": steps, "v": values}
 
 
-def _extremes(points: Sequence[tuple[int, float]], groups: int) -> list[tuple[int, float]]:
+def _extremes(points: Sequence[Point], groups: int) -> list[Point]:
     """Return the lowest and the highest point of each of `groups` groups. A value that is not finite is the highest."""
-    points_shown = []
+
+    def height(index: int) -> tuple[bool, float]:
+        _, value = points[index]
+        return not math.isfinite(value), value
+
+    shown = []
     for group in range(groups):
-        part = points[group * len(points) // groups : (group + 1) * len(points) // groups]
-        order = sorted(
-            range(len(part)), key=lambda place: (not math.isfinite(part[place][1]), part[place][1])
-        )
-        points_shown += [part[place] for place in sorted({order[0], order[-1]})]
-    return points_shown
+        start = group * len(points) // groups
+        end = (group + 1) * len(points) // groups
+        order = sorted(range(start, end), key=height)
+        shown += sorted({order[0], order[-1]})
+    return [points[index] for index in shown]
 
 
 def _short(value: float) -> float | str:
@@ -257,9 +267,9 @@ def _short(value: float) -> float | str:
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
-def fitting_samples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def fitting_samples(samples: list[Sample]) -> list[Sample]:
     """Remove every second logged step, but keep the last one, until the samples fit into `SAMPLE_CHARACTERS`."""
-    while samples and sum(len(json.dumps(sample)) for sample in samples) > SAMPLE_CHARACTERS:
+    while sum(len(json.dumps(sample)) for sample in samples) > SAMPLE_CHARACTERS:
         steps = sorted({sample["step"] for sample in samples})
         fewer = set(steps[::-2]) if len(steps) > 1 else set()
         samples = [sample for sample in samples if sample["step"] in fewer]
@@ -267,9 +277,7 @@ def fitting_samples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text, or "" if it is missing."""
-    return (
-        path.read_text(encoding="utf-8", errors="replace")[:TEXT_CHARACTERS]
-        if path.is_file()
-        else ""
-    )
+    """Return the first characters of a file's text, or "" if it is missing."""
+    if not path.is_file():
+        return ""
+    return path.read_text(encoding="utf-8", errors="replace")[:TEXT_CHARACTERS]

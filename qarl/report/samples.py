@@ -18,6 +18,8 @@ from typing import Any
 
 from qarl.checkpoint.storage import append_lines, read_lines
 
+Sample = dict[str, Any]
+"""A line of `samples.jsonl`."""
 SAMPLES_FILE = "samples.jsonl"
 ENDS = 256
 """Tokens of a response that are kept at each end."""
@@ -32,7 +34,12 @@ def is_logged(step: int, last: int | None = None) -> bool:
 
     They are written after the first step, after every tenth up to step 500, then after every fiftieth, and after the
     `last`. Late reports are rarer because a report takes 0.1 s per 500 steps that it shows."""
-    return step in (1, last) or step % (EVERY if step <= LATE else EVERY_LATE) == 0
+    every = EVERY if step <= LATE else EVERY_LATE
+    return step in (1, last) or step % every == 0
+
+
+def _size(delta: float) -> float:
+    return math.inf if math.isnan(delta) else abs(delta)
 
 
 def choose_rows(deltas: Sequence[Sequence[float]], advantages: Sequence[float]) -> list[int]:
@@ -40,10 +47,7 @@ def choose_rows(deltas: Sequence[Sequence[float]], advantages: Sequence[float]) 
 
     NaN counts as the largest |δ|. Rows without tokens are never chosen.
     """
-    sizes = [
-        max((math.inf if math.isnan(delta) else abs(delta) for delta in row), default=-1.0)
-        for row in deltas
-    ]
+    sizes = [max(map(_size, row), default=-1.0) for row in deltas]
     present = [row for row, size in enumerate(sizes) if size >= 0]
     chosen = [max(present, key=sizes.__getitem__)] if present else []
     for sign in (1, -1):
@@ -61,16 +65,18 @@ def make_sample(
     advantage: float,
     reward: float | None = None,
     finish_reason: str | None = None,
-) -> dict[str, Any]:
+) -> Sample:
     """Return the line of one response as a dict. `token_ids` and `delta`: one entry per token of the response."""
     length = len(token_ids)
-    places = range(length) if length <= 2 * ENDS else [*range(ENDS), *range(length - ENDS, length)]
+    shown = list(range(length))
+    if length > 2 * ENDS:
+        shown = shown[:ENDS] + shown[-ENDS:]
     return {
         "step": step,
         "prompt": prompt[-PROMPT_CHARACTERS:],
-        "tokens": [decode([token_ids[place]]) for place in places],
-        "delta": [_rounded(delta[place]) for place in places],
-        "left_out": length - len(places),
+        "tokens": [decode([token_ids[index]]) for index in shown],
+        "delta": [_rounded(delta[index]) for index in shown],
+        "left_out": length - len(shown),
         "length": length,
         "reward": reward,
         "advantage": _rounded(advantage),
@@ -86,33 +92,35 @@ def chosen_samples(
     advantages: Sequence[float],
     decode: Callable[[list[int]], str],
     **more: Sequence[Any],
-) -> list[dict[str, Any]]:
+) -> list[Sample]:
     """Return the samples of the rows that `choose_rows` chooses. `prompts`, `responses`: a tensor of token ids per row.
     `more`: `reward` and `finish_reason` of `make_sample`, each for all rows, if known."""
-    return [
-        make_sample(
-            *(step, decode(prompts[row].tolist()), responses[row].tolist(), deltas[row], decode),
-            advantage=advantages[row],
-            **{name: values[row] for name, values in more.items()},
+    samples = []
+    for row in choose_rows(deltas, advantages):
+        prompt = decode(prompts[row].tolist())
+        token_ids = responses[row].tolist()
+        known = {name: values[row] for name, values in more.items()}
+        advantage = advantages[row]
+        samples.append(
+            make_sample(step, prompt, token_ids, deltas[row], decode, advantage=advantage, **known)
         )
-        for row in choose_rows(deltas, advantages)
-    ]
+    return samples
 
 
 def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def append_samples(run_dir: str | Path, samples: Sequence[dict[str, Any]]) -> None:
+def append_samples(run_dir: str | Path, samples: Sequence[Sample]) -> None:
     """Add lines to `samples.jsonl`. Raise StorageError if writing fails."""
     append_lines(Path(run_dir) / SAMPLES_FILE, samples)
 
 
-def read_samples(run_dir: str | Path) -> list[dict[str, Any]]:
+def read_samples(run_dir: str | Path) -> list[Sample]:
     """Return the samples in order of `step`. If a resumed run repeated a step, only its newer samples are returned.
 
     Damaged lines are skipped. If the file is missing, return an empty list."""
-    samples: list[dict[str, Any]] = []
+    samples: list[Sample] = []
     for sample in read_lines(Path(run_dir) / SAMPLES_FILE):
         if not (isinstance(sample, dict) and isinstance(sample.get("step"), int)):
             continue

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from qarl.align.compared_keys import TABLE
 from qarl.align.families import FAMILIES, SHOWN
-from qarl.align.model_config import TABLE
 from qarl.process import package_versions
 
 SHARED = {

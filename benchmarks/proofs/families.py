@@ -36,9 +36,10 @@ from benchmarks.proofs.harness import (
     delta,
     rows_of,
 )
+from qarl.align.compared_keys import SIZES as SIZE_KEYS
+from qarl.align.compared_keys import read_keys
 from qarl.align.families import FAMILIES, PADDED, SHOWN
-from qarl.align.model_config import REFUSED, UNREAD, read_keys
-from qarl.align.model_config import SIZES as SIZE_KEYS
+from qarl.align.model_config import REFUSED, UNREAD
 from qarl.checks.layers import meta_model
 from qarl.checks.model import applied_level
 from qarl.checks.model_folder import load_hf_config

@@ -199,9 +199,8 @@ def _align_on_cpu(
         if type(module) is nn.Linear:
             align_module(module, AlignedLinear)
         elif type(module) is adapted_class(nn.Linear):  # the adapter adds to the product
-            module.__class__ = cast(Any, adapted_class)(
-                cast(Any, aligned_class)(AlignedLinear, nn.Linear)
-            )
+            aligned = cast(Any, aligned_class)(AlignedLinear, nn.Linear)
+            module.__class__ = cast(Any, adapted_class)(aligned)
     count = len(model.model.layers)
     replaced = {
         "decoder layers (residual, rotary)": count,

@@ -9,231 +9,29 @@ Qwen3-MoE is assigned to one of four groups:
     neither   no forward of these families reads the key
     refused   only one side uses the key, so values that have an effect are refused before anything runs
 
-For families in `SHOWN` the rule refuses by default. A key must have the default of the family's config class, unless it
-is in `SIZES` or no forward reads it, or `COMPARED` allows its value. `python -m benchmarks.proofs family_keys` measures
-the rows behind `COMPARED`. A key that neither side reads and no config class has is refused, unless it is null or one
-of `BOOKKEEPING`.
+`qarl.align.compared_keys` has the rule for families in `SHOWN`. A key that neither side reads and no config class has
+is refused, unless it is null or one of `BOOKKEEPING`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from qarl.align.compared_keys import (
+    Allowed,
+    any_value,
+    by_layer,
+    check_compared_keys,
+    head_size_of_hidden,
+    is_positive,
+    read_keys,
+    refused_value,
+)
 from qarl.align.families import FAMILIES, SHOWN
 from qarl.align.rotary import head_size_of, is_plain, match_rotary
 from qarl.errors import UserError
 from qarl.process import vllm_unusable
-
-TABLE = Path(__file__).with_name("config_keys_read.json")
-SIZES = frozenset(
-    [
-        "hidden_size",
-        "intermediate_size",
-        "max_position_embeddings",
-        "num_attention_heads",
-        "num_hidden_layers",
-        "num_key_value_heads",
-        "vocab_size",
-    ]
-)
-"""Keys whose value is the shape of a parameter on both sides, or a limit on positions."""
-
-Allowed = Callable[[Any, Any], bool]
-"""(value, config) -> whether both sides compute the same with it."""
-
-
-def _any(value: Any, config: Any) -> bool:
-    return True
-
-
-def _only(*values: Any) -> Allowed:
-    return lambda value, config: value in values
-
-
-def _head_size_of_hidden(value: Any, config: Any) -> bool:
-    return value is None or bool(value * config.num_attention_heads == config.hidden_size)
-
-
-def _windows(value: Any, config: Any) -> bool:
-    return set(value or ()) <= {"full_attention", "sliding_attention"}
-
-
-def _is_positive(value: Any, config: Any) -> bool:
-    return isinstance(value, int) and value > 0
-
-
-def _window_or_none(value: Any, config: Any) -> bool:
-    return value is None or _is_positive(value, config)
-
-
-def _window_or_full(value: Any, config: Any) -> bool:
-    """EXAONE 4: without a window, all layers rotate and attend to all tokens."""
-    return _is_positive(value, config) or (
-        value is None and set(config.layer_types or ()) == {"full_attention"}
-    )
-
-
-_FLAG = _only(True, False)
-_NORM: dict[str, Allowed] = {"rms_norm_eps": _any, "head_dim": _any}
-_USUAL: dict[str, Allowed] = {**_NORM, "tie_word_embeddings": _FLAG}
-_BIASES: dict[str, Allowed] = {"attention_bias": _FLAG, "mlp_bias": _FLAG}
-_LAYERS: dict[str, Allowed] = {
-    "layer_types": _windows,
-    "sliding_window": _is_positive,
-    "sliding_window_pattern": _any,
-}
-_GEMMA: dict[str, Allowed] = {
-    "query_pre_attn_scalar": _any,
-    "final_logit_softcapping": _any,
-    "attention_bias": _FLAG,
-    **_LAYERS,
-}
-_MULTIPLIERS = (
-    "embedding_multiplier",
-    "residual_multiplier",
-    "attention_multiplier",
-    "logits_scaling",
-)
-COMPARED: dict[str, dict[str, Allowed]] = {
-    "arcee": {**_USUAL, **_BIASES},
-    "cohere": {"layer_norm_eps": _any, "logit_scale": _any, "use_qk_norm": _FLAG},
-    "cwm": {**_USUAL, "mlp_bias": _FLAG, **_LAYERS},
-    "ernie4_5": _USUAL,
-    "exaone4": {**_USUAL, **_LAYERS, "sliding_window": _window_or_full},
-    "falcon": {
-        "layer_norm_epsilon": _any,
-        "tie_word_embeddings": _FLAG,
-        "bias": _FLAG,
-        "parallel_attn": _FLAG,
-        "num_kv_heads": _any,  # not used with multi_query, whose other value is refused
-        "ffn_hidden_size": lambda value, config: value == 4 * config.hidden_size,
-        "head_dim": _head_size_of_hidden,
-        "num_ln_in_parallel_attn": _only(None),
-    },
-    "gemma": _NORM,
-    "gemma2": {**_NORM, **_GEMMA},
-    "gemma3_text": {**_USUAL, **_GEMMA},
-    "granite": {**_USUAL, **_BIASES, **dict.fromkeys(_MULTIPLIERS, _any)},
-    "jais2": {
-        "layer_norm_eps": _any,
-        "tie_word_embeddings": _FLAG,
-        **_BIASES,
-        "head_dim": _head_size_of_hidden,
-    },
-    "mistral": {**_USUAL, "sliding_window": _window_or_none},
-    "nemotron": {"norm_eps": _any, "tie_word_embeddings": _FLAG, **_BIASES, "head_dim": _any},
-    "seed_oss": _USUAL,
-}
-"""Family -> keys whose values both sides honour. benchmarks/results/family_keys_cpu.json has the measured rows."""
-
-_ROPE_KEYS = frozenset(
-    [
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "factor",
-        "high_freq_factor",
-        "long_factor",
-        "low_freq_factor",
-        "mscale",
-        "mscale_all_dim",
-        "original_max_position_embeddings",
-        "partial_rotary_factor",
-        "rope_theta",
-        "rope_type",
-        "short_factor",
-        "truncate",
-        "type",
-    ]
-)
-"""Keys of `rope_parameters` that both sides' embeddings read, so that the comparison of rotations sees them."""
-
-
-@cache
-def read_keys(family: str) -> frozenset[str]:
-    """Return the keys that vLLM or transformers reads for `family`, without those inside `rope_parameters`."""
-    families = json.loads(TABLE.read_text())["families"]
-    sides = (
-        *families["llama"].values(),
-        *families[family].values(),
-    )  # Llama's list has the files that all share
-    return frozenset(
-        key for side in sides for key in side if not key.startswith("rope_parameters.")
-    )
-
-
-def check_compared_keys(config: Any, unread: Collection[str]) -> None:
-    """Raise UserError if a key of this family's config has a value that was never compared.
-
-    `unread`: keys that no forward reads, or that the comparison of the rotary embeddings covers.
-    """
-    family = config.model_type
-    if family not in SHOWN:
-        return
-    usual = type(config)()
-    allowed = COMPARED[family]
-    for key in sorted(read_keys(family) - SIZES - set(unread)):
-        value = getattr(config, key, None)
-        default = getattr(usual, key, None)
-        if value == default or (default is None and value is False and key != "is_causal"):
-            continue
-        if key in ("is_causal", "is_decoder") and value is True:
-            continue
-        if key == "layer_types" and default is None and set(value or ()) == {"full_attention"}:
-            continue
-        if key not in allowed or not allowed[key](value, config):
-            raise _never_compared(family, key, value, default)
-    _check_rope_keys(config)
-
-
-def _check_rope_keys(config: Any) -> None:
-    parameters = dict(getattr(config, "rope_parameters", None) or {})
-    factor = getattr(config, "partial_rotary_factor", None)
-    if factor not in (None, 1.0, parameters.get("partial_rotary_factor")):
-        raise _never_compared(config.model_type, "partial_rotary_factor", factor, None)
-    if by_layer(parameters):
-        for name, part in parameters.items():
-            if part is None or (name, part) == ("rope_type", "default"):  # transformers adds them
-                continue
-            part = part if isinstance(part, Mapping) else {name: part}
-            plain = part.get("rope_type", "default") in ("default", "linear")
-            if not plain or set(part) - {"rope_type", "rope_theta", "factor"}:
-                raise _never_compared(config.model_type, f"rope_parameters.{name}", part, "default")
-        return
-    for key in parameters:
-        if key not in _ROPE_KEYS:
-            raise _never_compared(
-                config.model_type, f"rope_parameters.{key}", parameters[key], None
-            )
-
-
-def by_layer(parameters: Mapping[str, Any]) -> bool:
-    """Return whether `rope_parameters` has one entry for each type of layer, as Gemma 3's."""
-    return any(
-        isinstance(part, Mapping)
-        for name, part in parameters.items()
-        if name.endswith("_attention")
-    )
-
-
-def _never_compared(family: str, key: str, value: Any, default: Any) -> UserError:
-    why = f"trainer and rollout engine were compared only with {key}={default!r}; with another value they may "
-    return _refused(family, key, value, f"{why}compute different models")
-
-
-def _refused(family: str, key: str, value: Any, why: str) -> UserError:
-    return UserError(
-        f"{key}={value!r} in a config of {family} is refused",
-        where="model.path: config.json",
-        why=why,
-        fix="train a model whose config does not have this setting; deleting it from config.json would change "
-        "what the model computes",
-    )
-
 
 ENGINE_ACTIVATIONS = ("silu",)
 
@@ -291,7 +89,7 @@ REFUSED: dict[str, Refusal] = {
     ),
     "head_dim": Refusal(
         ("qwen2",),
-        _head_size_of_hidden,
+        head_size_of_hidden,
         "transformers reads it; vLLM's Qwen2 uses hidden_size / num_attention_heads",
     ),
     "hidden_act": Refusal(
@@ -317,7 +115,7 @@ REFUSED: dict[str, Refusal] = {
     "dual_chunk_attention_config": Refusal(
         FAMILIES, _unset, "vLLM attends in chunks, transformers does not"
     ),
-    "num_experts": Refusal(_MOE, _is_positive, "vLLM's class needs at least one layer of experts"),
+    "num_experts": Refusal(_MOE, is_positive, "vLLM's class needs at least one layer of experts"),
     "mlp_only_layers": Refusal(
         _MOE, _some_experts, "vLLM's class needs at least one layer of experts"
     ),
@@ -371,14 +169,14 @@ VERDICTS = {key: verdict for verdict, keys in _KEYS.items() for key in keys.spli
 
 BOOKKEEPING: dict[str, Allowed] = {
     **dict.fromkeys(
-        ("auto_map", "keys_to_ignore_at_inference", "tokenizer_class", "torch_dtype"), _any
+        ("auto_map", "keys_to_ignore_at_inference", "tokenizer_class", "torch_dtype"), any_value
     ),
-    "attn_implementation": _any,  # verl puts it into the config that it loads
+    "attn_implementation": any_value,  # verl puts it into the config that it loads
     **dict.fromkeys(
-        ("finetuning_task", "pruned_heads", "task_specific_params", "torchscript"), _any
+        ("finetuning_task", "pruned_heads", "task_specific_params", "torchscript"), any_value
     ),
     **dict.fromkeys(
-        ("unsloth_fixed", "unsloth_version", "is_llama_config", "transformers.js_config"), _any
+        ("unsloth_fixed", "unsloth_version", "is_llama_config", "transformers.js_config"), any_value
     ),
     "use_mrope": _unset,
     "rope_interleaved": _unset,
@@ -452,7 +250,7 @@ def check_config_keys(config: Any) -> None:
     """Raise UserError if the config has an unknown key, or a refused one with a value that has an effect.
 
     The error names the side that ignores the key. In a config of a family in `SHOWN`, every value that was never
-    compared is refused (`qarl.align.model_config`). Configs of other families pass; `check_family` refuses them.
+    compared is refused (`qarl.align.compared_keys`). Configs of other families pass; `check_family` refuses them.
     """
     check_known_keys(config)
     if config.model_type not in FAMILIES:
@@ -465,7 +263,7 @@ def check_config_keys(config: Any) -> None:
     for key, refusal in REFUSED.items():
         value = getattr(config, key, None)
         if config.model_type in refusal.families and not refusal.harmless(value, config):
-            raise _refused(config.model_type, key, value, refusal.why)
+            raise refused_value(config.model_type, key, value, refusal.why)
     check_rotary(config)
 
 

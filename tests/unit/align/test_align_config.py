@@ -16,8 +16,9 @@ from cpu_features import needs_vllm_cpu
 
 from qarl.align import align_model, rotary
 from qarl.align.applied_level import AppliedLevel, resolve_level, rotary_unavailable
+from qarl.align.compared_keys import TABLE
 from qarl.align.families import FAMILIES
-from qarl.align.model_config import TABLE, verdict
+from qarl.align.model_config import verdict
 from qarl.align.rotary import INTERLEAVED, PARTIAL, is_plain, match_rotary
 from qarl.checks.machine import this_machine
 from qarl.checks.model import check_architecture, check_served

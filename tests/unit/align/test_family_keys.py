@@ -14,16 +14,9 @@ import torch
 from checkout import ROOT
 from cpu_features import needs_vllm_cpu
 
+from qarl.align.compared_keys import COMPARED, SIZES, TABLE, read_keys
 from qarl.align.families import FAMILIES, SHOWN
-from qarl.align.model_config import (
-    COMPARED,
-    REFUSED,
-    SIZES,
-    TABLE,
-    VERDICTS,
-    check_config_keys,
-    read_keys,
-)
+from qarl.align.model_config import REFUSED, VERDICTS, check_config_keys
 from qarl.checks.model import check_served
 from qarl.config import load_config
 from qarl.errors import UserError

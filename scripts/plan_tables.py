@@ -25,7 +25,7 @@ from qarl.doctor.model import TIGHT
 from qarl.schemes import engine_scheme_names
 
 GPU = "h100"
-LOW_BIT = tuple(scheme for scheme in engine_scheme_names() if scheme != "bf16")
+LOW_BIT = engine_scheme_names(quantized=True)
 SPEED: dict[str, Any] = {
     "gpu": GPU, "gpus": 8, "prompts": 512, "n": 8, "prompt_length": 512, "response_length": (2048,), "mini_batches": 8,
     "micro_batch": 8, "optimizer": "muon",

@@ -15,7 +15,7 @@ from qarl.errors import UserError
 from qarl.schemes import engine_scheme_names
 
 OPERATIONS = ("linear", "input_gradient", "quantize", "experts")
-LOW_BIT = tuple(name for name in engine_scheme_names() if name != "bf16")
+LOW_BIT = engine_scheme_names(quantized=True)
 GPU_MODELS = ("Qwen2.5-Math-1.5B", "Qwen2.5-Math-7B", "Qwen3-8B", "Qwen3-30B-A3B")
 GPU_ROWS = (1, 16, 64, 512, 4096, 16384)
 CPU_ROWS = (64, 512, 4096)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from qarl.metrics.tracker import cpu, git_commit
 from qarl.process import package_versions
+from qarl.schemes import UNQUANTIZED
 
 if TYPE_CHECKING:
     import torch
@@ -179,7 +180,7 @@ def _ratios(document: Document) -> str:
     head += ["update / all weights", "step / all weights"] if adapters else []
 
     def row(result: Result) -> Iterable[str]:
-        base = cases.get(("bf16", "off" if level else None, 0))
+        base = cases.get((UNQUANTIZED.name, "off" if level else None, 0))
         yield from (_ratio(base, result, phase) for phase in phases)
         if level:
             yield _ratio(result, cases.get((result["scheme"], "off", 0)), "step")

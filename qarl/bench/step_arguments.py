@@ -14,7 +14,7 @@ from qarl.bench.model import Source, find_model
 from qarl.config.command_arguments import Commas, OutputFile, read_request
 from qarl.config.level import Level
 from qarl.errors import UserError
-from qarl.schemes import engine_scheme_names
+from qarl.schemes import engine_scheme_names, get_scheme
 
 
 class Case(NamedTuple):
@@ -118,8 +118,7 @@ class Arguments:
 
 
 def _is_measured(scheme: str, level: Level, rank: int) -> bool:
-    quantized = scheme != "bf16"
-    if quantized:
+    if get_scheme(scheme).quantized:
         return level.low_bit or not rank
     return level.follows_engine or not level.low_bit
 

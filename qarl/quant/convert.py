@@ -23,7 +23,7 @@ from qarl.config.ignored_layers import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.quant.experts import STACKS, QuantExperts, matrices, stacked_experts
 from qarl.quant.linear import QuantLinear
-from qarl.schemes import Scheme, get_scheme
+from qarl.schemes import DEFAULT_SCHEME, Scheme, get_scheme
 
 DEFAULT_IGNORE = ("lm_head",)
 
@@ -147,7 +147,7 @@ def check_whole_experts(quantized: Iterable[str], skipped: Iterable[str]) -> Non
 def quantize_model(
     model: nn.Module,
     *,
-    scheme: str | Scheme = "w4a16",
+    scheme: str | Scheme = DEFAULT_SCHEME,
     group_size: int = 128,
     ignore: Sequence[str] = DEFAULT_IGNORE,
     kernels: str = "engine",

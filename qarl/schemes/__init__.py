@@ -24,11 +24,15 @@ from qarl.schemes.registry import (
     scheme_names,
     unregister,
 )
+from qarl.schemes.w4a16 import W4A16
+
+DEFAULT_SCHEME = W4A16.name
 
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)
 
 __all__ = [
+    "DEFAULT_SCHEME",
     "UNQUANTIZED",
     "Cpu",
     "Grid",

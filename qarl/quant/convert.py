@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from qarl.config.ignored_layers import is_ignored, resolve_ignored
-from qarl.errors import UserError
+from qarl.errors import UserError, alternatives
 from qarl.quant.experts import STACKS, QuantExperts, matrices, stacked_experts
 from qarl.quant.linear import QuantLinear
-from qarl.schemes import DEFAULT_SCHEME, Scheme, get_scheme
+from qarl.schemes import DEFAULT_SCHEME, Scheme, engine_scheme_names, get_scheme
 
 DEFAULT_IGNORE = ("lm_head",)
 
@@ -221,11 +221,12 @@ def replace_selected(
 
 def no_own_experts(kernels: str, where: str) -> UserError:
     """Return the error for a mixture of experts at `quant.kernels=kernels`."""
+    schemes = alternatives(engine_scheme_names(quantized=True))
     return UserError(
         f"quant.kernels={kernels} does not support a mixture of experts",
         where=where,
         why="QaRL gives the engine its own kernels only for dense layers",
-        fix="set quant.kernels=engine (with quant.scheme=w4a16, w8a8 or fp8), or train a dense model",
+        fix=f"set quant.kernels=engine (with quant.scheme={schemes}), or train a dense model",
     )
 
 

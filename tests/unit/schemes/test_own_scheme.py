@@ -78,3 +78,9 @@ def test_it_is_published_and_exported(scheme: Scheme, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     # The wire says nothing about rounding: a reader sees the first scheme with these tensors.
     assert from_quantization_config(config["quantization_config"]) == get_scheme("w4a16", 8)
+
+
+def test_contributing_quotes_the_example() -> None:
+    source = (ROOT / "examples/own_scheme.py").read_text(encoding="utf-8")
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert source[source.index("@register") :] in page

@@ -20,6 +20,7 @@ from qarl.errors import UserError
 TYPE_CHECKING = False  # importing typing would take longer than all other imports together
 if TYPE_CHECKING:
     from pathlib import Path
+    from sys import UnraisableHookArgs
     from types import FrameType
     from typing import NoReturn
 
@@ -131,22 +132,20 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
     handles = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles:
         signal.signal(signal.SIGINT, _interrupt)
+        sys.unraisablehook = _again_if_lost
     try:
         return _run(command, list(sys.argv[1:] if argv is None else argv), describe)
-    except UserError as error:
-        say(f"error: {error}")
-        return 2
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and _reader_has_left():
             return READER_LEFT
         # A library may turn KeyboardInterrupt into a different exception, especially during its import.
-        if (
-            not isinstance(error, KeyboardInterrupt)
-            and signal.getsignal(signal.SIGINT) is not _leave
-        ):
-            raise
-        say("interrupted")
-        return INTERRUPTED
+        if _comes_of_interrupt(error) or (_Pressed.once and not isinstance(error, UserError)):
+            _say_interrupted()
+            return INTERRUPTED
+        if isinstance(error, UserError):
+            say(f"error: {error}")
+            return 2
+        raise
     finally:
         _flush()
         if handles:
@@ -170,15 +169,58 @@ def _reader_has_left() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
+class _Pressed:
+    """What Ctrl-C has done in this process. `once`: it has raised KeyboardInterrupt. `said`: the message is written."""
+
+    once = False
+    said = False
+
+
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    """The first Ctrl-C raises KeyboardInterrupt, as usual. A second one ends the process at once."""
-    signal.signal(signal.SIGINT, _leave)
+    """The first Ctrl-C raises KeyboardInterrupt, as usual. Every later one ends the process at once, also where a part
+    of the program has set this handler again."""
+    if _Pressed.once:
+        _leave(signum, frame)
+    _Pressed.once = True
     raise KeyboardInterrupt
 
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:
-    os.write(2, b"interrupted\n")  # not print, because Ctrl-C may have interrupted a print
+    if not _Pressed.said:
+        os.write(2, b"interrupted\n")  # not print, because Ctrl-C may have interrupted a print
     os._exit(INTERRUPTED)
+
+
+def _say_interrupted() -> None:
+    """Say it once, whatever is pressed meanwhile."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    say("interrupted")
+    _Pressed.said = True
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _comes_of_interrupt(error: BaseException | None) -> bool:
+    """Return whether `error` is a KeyboardInterrupt, or what a library has raised in its place."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _again_if_lost(lost: UnraisableHookArgs) -> None:
+    """Raise a KeyboardInterrupt again that came in a `__del__` or a callback, where Python shows a traceback and goes
+    on. Everything else is shown as usual."""
+    if not isinstance(lost.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    import threading
+
+    def press() -> None:
+        _Pressed.once = False
+        signal.pthread_kill(main_thread, signal.SIGINT)
+
+    main_thread = threading.main_thread().ident or 0
+
+    threading.Timer(0.01, press).start()  # after the callback, which would lose it again
 
 
 def _run(command: Command, arguments: list[str], describe: Describe) -> int:

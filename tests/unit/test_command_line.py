@@ -322,3 +322,60 @@ def test_ctrl_c_twice(tmp_path: Path) -> None:
     run.press("here")
     run.press("again")
     assert run.end() == (130, "interrupted\n")
+
+
+PRESS = """
+import signal, sys
+from qarl import console
+from qarl.errors import UserError
+
+press = lambda: signal.raise_signal(signal.SIGINT)
+
+class Dropped:
+    def __del__(self):
+        press()
+
+def in_a_context():
+    before = signal.getsignal(signal.SIGINT)  # as Stop of a run sets it again
+    try:
+        press()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+def work(arguments):
+    {body}
+    return 0
+
+{extra}
+sys.argv = ["qarl"]
+main, _ = console.entry(work, "")
+sys.exit(main())
+"""
+TURNED = "try: in_a_context()\n    except BaseException as error: raise {kind} from error"
+LATER = """
+say = console.say
+def press_and_say(text):
+    press()
+    say(text)
+console.say = press_and_say
+import atexit; atexit.register(press)
+"""
+IN_A_CALLBACK = "Dropped(); import time; time.sleep(20)"
+MOMENTS = {
+    "once": ("press()", ""),
+    "again while the message is written, and at Python's exit": ("in_a_context()", LATER),
+    "again while the run is closed": ("try: in_a_context()\n    finally: press()", ""),
+    "where Python would only show it": (IN_A_CALLBACK, ""),
+    "there, and again at the end": (IN_A_CALLBACK, LATER),
+    "a library turns it into an error": (TURNED.format(kind="RuntimeError('torch')"), ""),
+    "QaRL turns it into an error": (TURNED.format(kind="UserError('the engine is lost')"), ""),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_ctrl_c_at_any_moment_is_one_message(moment: str) -> None:
+    body, extra = MOMENTS[moment]
+    program = PRESS.format(body=body, extra=extra)
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, "interrupted\n")

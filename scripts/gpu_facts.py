@@ -22,7 +22,8 @@ from gpu_parts import nvidia
 from qarl.bench.model import find_model, linear_shapes
 from qarl.bench.report import facts as known_facts
 from qarl.errors import UserError
-from qarl.kernels.registry import LINEAR_KERNELS, choose_linear_kernel
+from qarl.kernels.registry import choose_linear_kernel
+from qarl.schemes import get_scheme, scheme_names
 
 GIB = 2**30
 
@@ -50,13 +51,14 @@ def main(*, cpu: bool) -> int:
         report["topology"] = nvidia("topo", "-m").splitlines()
         report["attention"] = layer_facts()
     kernels: dict[str, list[str]] = {}
-    for scheme in LINEAR_KERNELS:
+    schemes = [get_scheme(name, 128) for name in scheme_names()]
+    for scheme in (scheme for scheme in schemes if scheme.quantized):
         for name, shape in linear_shapes(find_model("Qwen3-8B")).items():
             try:
-                reason = choose_linear_kernel(scheme, device, shape, group_size=128).reason
+                reason = choose_linear_kernel(scheme, device, shape).reason
             except UserError as error:
                 reason = str(error)
-            kernels.setdefault(f"{scheme}: {reason}", []).append(name)
+            kernels.setdefault(f"{scheme.name}: {reason}", []).append(name)
     report["linear_kernels"] = kernels
     print(json.dumps(report, indent=1))
     Path(os.environ["QARL_GPU_CHECK_REPORT"]).write_text(json.dumps(report))

@@ -26,7 +26,7 @@ from qarl.bench.kernel_arguments import Arguments
 from qarl.kernels import experts as grouped
 from qarl.kernels.base import ExpertsKernel, ExpertsShape, LinearKernel, Tensors
 from qarl.kernels.cuda.vllm_linears import VllmMarlinLinear
-from qarl.kernels.experts import ReferenceExperts, route, scheme_of
+from qarl.kernels.experts import ReferenceExperts, operands_of, route
 from qarl.kernels.reference import (
     quantize_fp8,
     quantize_fp8_cuda,
@@ -34,11 +34,12 @@ from qarl.kernels.reference import (
     quantize_int8_cuda,
     silu_mul,
 )
-from qarl.kernels.registry import BF16_KERNELS, EXPERTS_KERNELS, LINEAR_KERNELS
+from qarl.kernels.registry import ENGINE, experts_kernels_of, kernels_of
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
 from qarl.quant.experts import quantize_stack
 from qarl.quant.quantize import QuantizedTensor, quantize
 from qarl.schemes import Scheme, get_scheme
+from qarl.schemes.base import INT8_INT8
 
 QUANTIZERS = {
     ("w8a8", False): quantize_int8,
@@ -153,7 +154,7 @@ class Layer:
 
     def kernels(self, scheme: str) -> Iterator[type[LinearKernel]]:
         """Yield the registry's kernels that support this layer, except float64 references on GPUs, which are slow."""
-        for kernel in LINEAR_KERNELS[scheme]:
+        for kernel in kernels_of(ENGINE, get_scheme(scheme).operands):
             sizes = kernel.group_sizes
             fits = (
                 sizes is None
@@ -163,7 +164,7 @@ class Layer:
             slow = (
                 kernel.name == "reference" and self.weight.is_cuda and scheme != "w4a16"
             )  # float64 products
-            why_not = kernel.unavailable(scheme, self.weight.device, self.shape)
+            why_not = kernel.unavailable(self.weight.device, self.shape)
             # Marlin is measured even if vLLM prefers Machete.
             machete = (
                 kernel is VllmMarlinLinear
@@ -265,7 +266,7 @@ def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
         codes, scale = _wire(weight.cpu(), grid)
         expected = codes.to(weight.device), scale.to(weight.device)
         calls: dict[str, Callable[[], Any]] = {"pytorch": partial(_wire, weight, grid)}
-        if triton_unavailable("w8a8", weight.device) is None:
+        if triton_unavailable(INT8_INT8, weight.device) is None:
             calls["triton"] = _triton(layer, scheme)
         for name, call in calls.items():
             competitors.append(
@@ -319,8 +320,10 @@ class ExpertLayer:
             for name, size in sizes.items()
         }
         self.quantized: dict[str, dict[str, Tensors]] = {}
-        for name in (name for name in arguments.scheme if name in EXPERTS_KERNELS):
+        for name in arguments.scheme:
             scheme = get_scheme(name, self.group_size)
+            if not experts_kernels_of(scheme.operands):
+                continue
             stacks = {
                 part: quantize_stack(weight, scheme, name=part)
                 for part, weight in self.weights.items()
@@ -329,15 +332,14 @@ class ExpertLayer:
 
     def kernels(self, scheme: str, device: torch.device) -> list[type[ExpertsKernel]]:
         """Return the kernels for the whole layer. The PyTorch reference is left out if there is a faster one."""
-        group_size = self.group_size if scheme == "w4a16" else None
-        kernels = BF16_KERNELS if scheme == "bf16" else EXPERTS_KERNELS[scheme]
+        multiplied = get_scheme(scheme, self.group_size)
         able = [
             kernel
-            for kernel in kernels
-            if kernel.unavailable(scheme, device, self.shape, group_size) is None
+            for kernel in experts_kernels_of(multiplied.operands)
+            if kernel.unavailable(multiplied, device, self.shape) is None
         ]
         fast = [kernel for kernel in able if kernel is not ReferenceExperts]
-        return fast if fast or scheme == "bf16" else able
+        return fast if fast or not multiplied.quantized else able
 
     def topk(self, tokens: int, routing: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (weights, ids) [T, k].
@@ -402,14 +404,15 @@ def experts(layer: ExpertLayer, tokens: int, routing: str) -> list[Competitor]:
 
 def _as_read(kernel: type[ExpertsKernel], scheme: str) -> Rounded:
     """Return the function that converts rows to the float64 values that a product of `kernel` multiplies."""
-    if scheme in ("w4a16", "bf16"):
+    operands = get_scheme(scheme).operands
+    if not operands.rounds_activations:
         return torch.Tensor.double
-    return lambda x: exact(*kernel.quantize(scheme, x.to(torch.bfloat16).contiguous()))
+    return lambda x: exact(*kernel.quantize(operands, x.to(torch.bfloat16).contiguous()))
 
 
 def _exact_stack(tensors: Tensors) -> torch.Tensor:
     """Return the dequantized weights [E, N, K]: rounded to BF16 if the kernel multiplies BF16 weights, else exact."""
-    if scheme_of(tensors) in ("w4a16", "bf16"):
+    if not operands_of(tensors).rounds_activations:
         return grouped.dequantized(tensors)
     return exact(tensors["weight"], tensors["weight_scale"])
 

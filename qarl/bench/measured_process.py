@@ -38,7 +38,7 @@ from qarl.config.level import Level
 from qarl.data.prompts import Prompt, PromptDataset, PromptSampler
 from qarl.data.reward_workers import InProcessReward
 from qarl.errors import UserError
-from qarl.kernels.registry import LINEAR_KERNELS
+from qarl.kernels.registry import ENGINE, kernels_of
 from qarl.metrics.step_metrics import PhaseTimer
 from qarl.process import keep_freed_memory
 from qarl.quant.linear import QuantLinear
@@ -265,7 +265,7 @@ def reference(linear: nn.Linear, scheme: Scheme, x: torch.Tensor) -> torch.Tenso
     if not scheme.quantized:
         bias = None if linear.bias is None else linear.bias.float()
         return F.linear(x.float(), linear.weight.float(), bias)
-    kernel = LINEAR_KERNELS[scheme.name][-1]
+    kernel = kernels_of(ENGINE, scheme.operands)[-1]
     if isinstance(linear, QuantLinear) and linear.frozen:
         low_bit = linear.quantized()
     else:

@@ -120,14 +120,11 @@ class RunInputs:
         choices: dict[tuple[int, int], Choice | UserError] = {}
         scheme = self.scheme
         device = torch.device(self.machine.device)
-        group = scheme.group_size
         kernels = self.config.quant.kernels
         dense = (shape for name, shape in self.quantized.items() if not layers.of_expert(name))
         for shape in dict.fromkeys(dense) if self.config.quant.align.low_bit else ():
             try:
-                choices[shape] = choose_linear_kernel(
-                    scheme.name, device, shape, group_size=group, kernels=kernels
-                )
+                choices[shape] = choose_linear_kernel(scheme, device, shape, kernels=kernels)
             except UserError as error:
                 choices[shape] = error
         return choices
@@ -153,7 +150,7 @@ class RunInputs:
             size.experts, size.experts_per_token, size.hidden, size.moe_intermediate
         )
         device = torch.device(self.machine.device)
-        return choose_experts_kernel(scheme.name, device, shape, group_size=scheme.group_size)
+        return choose_experts_kernel(scheme, device, shape)
 
     @property
     def layouts(self) -> dict[tuple[int, int], str]:

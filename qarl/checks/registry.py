@@ -125,8 +125,8 @@ def check_kernels(config: Config, machine: Machine) -> None:
         )
     kind = torch.device(device)
     why_not = {
-        kernel.name: kernel.unavailable(scheme.name, kind, _LAYER)
-        for kernel in kernels_of(kernels, scheme.name)
+        kernel.name: kernel.unavailable(kind, _LAYER)
+        for kernel in kernels_of(kernels, scheme.operands)
     }
     if None not in why_not.values():
         raise _no_kernel(

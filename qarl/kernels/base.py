@@ -19,6 +19,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from qarl.schemes.base import Operands, Scheme
+
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -51,6 +53,24 @@ def from_layout(tensors: Tensors, layout: Layout | None) -> Tensors:
     return layout.restore(tensors) if layout is not None and layout.codes in tensors else tensors
 
 
+def bf16_bytes(shape: tuple[int, int]) -> int:
+    """Return the bytes of a BF16 weight [N, K]."""
+    rows, columns = shape
+    return 2 * rows * columns
+
+
+def int4_bytes(scheme: Scheme, shape: tuple[int, int]) -> int:
+    """Return the bytes of int4 codes, two in a byte, and of a BF16 scale for each group."""
+    rows, columns = shape
+    return rows * columns // 2 + 2 * rows * (columns // (scheme.group_size or columns))
+
+
+def eight_bit_bytes(shape: tuple[int, int]) -> int:
+    """Return the bytes of 8-bit codes, and of an FP32 scale for each row."""
+    rows, columns = shape
+    return rows * columns + 4 * rows
+
+
 def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return values * scale, rounded to BF16 [M, K]. The backward uses this as the activations."""
     return values.float().mul_(scale).to(torch.bfloat16)
@@ -64,27 +84,49 @@ class PreparedWeight(NamedTuple):
 
 
 class Kernel:
-    """`layout`: a layout of int4 weights that `prepare` also accepts, so that FSDP2 can gather it, or None."""
+    """What kernels of linears and of experts say of themselves.
+
+    name              as in reports, logs and `force`
+    layout            a layout of int4 weights that `prepare` also accepts, so that FSDP2 can gather it, or None
+    engines_order     whether it sums in the order of the rollout engine's kernel, as level `exact` needs
+    """
 
     name: ClassVar[str]
     layout: ClassVar[Layout | None] = None
+    engines_order: ClassVar[bool] = True
+
+    @classmethod
+    def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
+        """Return the bytes of a weight [N, K] as `prepare` returns it, or 0 if that is the wire tensors themselves.
+
+        The memory plan asks. `shape` is a linear's, also for experts."""
+        return 0
 
 
 class LinearKernel(Kernel):
     """A kernel that computes y = x Q(W)^T + b. By default it multiplies unquantized activations.
 
+    operands                 what it multiplies
+    options                  the values of quant.kernels that may choose it
     group_sizes              the supported group sizes, or None if all are supported
     computes_input_gradient  whether `backward_input` exists. If not, dX is the product with the dequantized weight
+    holds_dequantized        whether `prepare` returns the BF16 weight, so that the backward needs no other copy
     quantize_input           x BF16 [M, K] -> 8 bits [M, K] and FP32 scales [M, 1], or None if x is not quantized
+
+    Of a kernel with an option of its own (not only "engine") `prepare` returns a `PreparedWeight`, whose two tensors
+    the engine keeps as the parameters of a layer (`qarl.rollout.vllm_plugin.own_linears`).
     """
 
+    operands: ClassVar[Operands]
+    options: ClassVar[tuple[str, ...]] = ("engine",)
     group_sizes: ClassVar[tuple[int, ...] | None] = None
     computes_input_gradient: ClassVar[bool] = False
+    holds_dequantized: ClassVar[bool] = False
     quantize_input: ClassVar[Any] = None
 
-    @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
-        """Return why this kernel does not support the scheme on weights of `shape` [N, K] here, or None if it does."""
+    @classmethod
+    def unavailable(cls, device: torch.device, shape: tuple[int, int]) -> str | None:
+        """Return why this kernel does not run on weights of `shape` [N, K] here, or None if it does."""
         raise NotImplementedError
 
     @staticmethod
@@ -135,12 +177,12 @@ class ExpertsShape(NamedTuple):
 
 
 class ExpertsKernel(Kernel):
-    """A kernel for layers of experts."""
+    """A kernel for layers of experts. `operands`: what it multiplies."""
 
-    @staticmethod
-    def unavailable(
-        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
-    ) -> str | None:
+    operands: ClassVar[tuple[Operands, ...]]
+
+    @classmethod
+    def unavailable(cls, scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
         """Return why this kernel cannot be used for experts of this scheme and shape here, or None if it can."""
         raise NotImplementedError
 
@@ -168,8 +210,8 @@ class ExpertsKernel(Kernel):
         raise NotImplementedError
 
     @staticmethod
-    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize x BF16 [M, K] as this kernel does for an 8-bit scheme.
+    def quantize(operands: Operands, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize x BF16 [M, K] as this kernel does for 8-bit operands.
 
         Return values [M, K] and FP32 scales [M, 1].
         """

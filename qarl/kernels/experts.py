@@ -37,9 +37,10 @@ from qarl.kernels.base import ExpertsKernel, ExpertsShape, Tensors, dequantize, 
 from qarl.kernels.int4 import dequantize_int4
 from qarl.kernels.reference import grouped_linear, quantize_fp8, quantize_int8, silu_mul
 from qarl.kernels.triton.linears import unavailable
+from qarl.schemes.base import BF16_BF16, FP8_FP8, INT4_BF16, INT8_INT8, Operands, Scheme
 
-_EIGHT_BIT = ("w8a8", "fp8")
-"""Schemes whose activations are quantized."""
+LOW_BIT = (INT4_BF16, INT8_INT8, FP8_FP8)
+"""The low-bit operands of experts."""
 
 
 class LowBitExperts(NamedTuple):
@@ -158,12 +159,11 @@ class _State(NamedTuple):
 
 
 def _products(kernel: Any, x: torch.Tensor, gate_up: Tensors, routing: Routing) -> _State:
-    scheme = scheme_of(gate_up)
+    operands = operands_of(gate_up)
     scale: torch.Tensor | None = None
-    if scheme in _EIGHT_BIT:
-        x, scale = kernel.quantize(
-            scheme, x.contiguous()
-        )  # each token is quantized once for all its experts
+    if operands.rounds_activations:
+        # Each token is quantized once for all its experts.
+        x, scale = kernel.quantize(operands, x.contiguous())
     rows = _gathered(x, routing.token)
     row_scale = None if scale is None else scale[routing.token]
     return _State(rows, row_scale, product(rows, row_scale, gate_up, routing.ends))
@@ -174,10 +174,9 @@ def _activations(kernel: Any, state: _State) -> tuple[torch.Tensor, torch.Tensor
     a = silu_mul(*state.gate_up.chunk(2, dim=1))
     if state.x_scale is None:
         return a, None
-    made: tuple[torch.Tensor, torch.Tensor] = kernel.quantize(
-        "w8a8" if state.x.dtype == torch.int8 else "fp8", a
-    )
-    return made
+    operands = INT8_INT8 if state.x.dtype == torch.int8 else FP8_FP8
+    quantized: tuple[torch.Tensor, torch.Tensor] = kernel.quantize(operands, a)
+    return quantized
 
 
 def _gathered(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -264,34 +263,33 @@ class TritonExperts(_GroupedExperts):
     """Experts computed by the Triton kernels of qarl.kernels.triton.experts."""
 
     name = "triton"
+    operands = LOW_BIT
 
     @staticmethod
-    def unavailable(
-        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
-    ) -> str | None:
-        return unavailable(scheme_name, device)
+    def unavailable(scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
+        return unavailable(scheme.operands, device)
 
     @staticmethod
-    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(operands: Operands, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         from qarl.kernels.triton.quantize import quantize_tokens
 
-        return quantize_tokens(x, torch.int8 if scheme_name == "w8a8" else torch.float8_e4m3fn)
+        return quantize_tokens(x, torch.int8 if operands == INT8_INT8 else torch.float8_e4m3fn)
 
 
 class ReferenceExperts(_GroupedExperts):
     """Experts computed one after another, with PyTorch's own products."""
 
     name = "reference"
+    operands = (*LOW_BIT, BF16_BF16)
+    engines_order = False
 
     @staticmethod
-    def unavailable(
-        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
-    ) -> str | None:
+    def unavailable(scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
         return None
 
     @staticmethod
-    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return (quantize_int8 if scheme_name == "w8a8" else quantize_fp8)(x)
+    def quantize(operands: Operands, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (quantize_int8 if operands == INT8_INT8 else quantize_fp8)(x)
 
 
 class Routing(NamedTuple):
@@ -330,7 +328,7 @@ def combine(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
 
 def has_triton(device: torch.device) -> bool:
     """Return whether Triton computes what is between the products. In PyTorch it is a chain of FP32 operations."""
-    return unavailable("bf16", device) is None
+    return unavailable(BF16_BF16, device) is None
 
 
 def dequantized_rows(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -344,11 +342,12 @@ def dequantized_rows(values: torch.Tensor, scale: torch.Tensor | None) -> torch.
     return dequantize(values, scale)
 
 
-def scheme_of(tensors: Tensors) -> str:
-    """Return the scheme of these wire tensors. int4 codes may be in tiles."""
+def operands_of(tensors: Tensors) -> Operands:
+    """Return what multiplies these wire tensors of experts. int4 codes may be in tiles."""
     if "weight_packed" in tensors or "weight_tiles" in tensors:
-        return "w4a16"
-    return {torch.int8: "w8a8", torch.bfloat16: "bf16"}.get(tensors["weight"].dtype, "fp8")
+        return INT4_BF16
+    of_codes = {torch.int8: INT8_INT8, torch.bfloat16: BF16_BF16, torch.float8_e4m3fn: FP8_FP8}
+    return of_codes[tensors["weight"].dtype]
 
 
 def sizes_of(tensors: Tensors) -> tuple[int, int]:
@@ -360,10 +359,11 @@ def sizes_of(tensors: Tensors) -> tuple[int, int]:
 def product(
     x: torch.Tensor, x_scale: torch.Tensor | None, tensors: Tensors, ends: torch.Tensor
 ) -> torch.Tensor:
-    """Return x W_e^T, BF16 [M, N]. x [M, K] is BF16 for w4a16 and bf16, else 8-bit with `x_scale` FP32 [M, 1]."""
-    if scheme_of(tensors) == "bf16":
+    """Return x W_e^T, BF16 [M, N]. x [M, K] is BF16 or, with `x_scale` FP32 [M, 1], 8-bit."""
+    operands = operands_of(tensors)
+    if operands == BF16_BF16:
         return _bf16_product(x, tensors["weight"], ends)
-    if unavailable(scheme_of(tensors), x.device) is None:
+    if unavailable(operands, x.device) is None:
         from qarl.kernels.triton import experts as triton
 
         if x_scale is None:
@@ -381,14 +381,14 @@ def product(
 
 def input_gradient(grad: torch.Tensor, tensors: Tensors, ends: torch.Tensor) -> torch.Tensor:
     """Return dX = grad @ W_e, BF16 [M, K], from BF16 grad [M, N]. W_e is the weight dequantized to BF16."""
-    scheme = scheme_of(tensors)
-    if scheme == "bf16":
+    operands = operands_of(tensors)
+    if operands == BF16_BF16:
         return _bf16_product(grad, tensors["weight"].mT, ends)
-    if unavailable(scheme, grad.device) is None:
+    if unavailable(operands, grad.device) is None:
         from qarl.kernels.triton import experts as triton
 
         scale = tensors["weight_scale"]
-        if scheme == "w4a16":
+        if operands == INT4_BF16:
             return triton.grouped_w4a16_backward_input(grad, tensors["weight_packed"], scale, ends)
         return triton.grouped_scaled_backward_input(grad, tensors["weight"], scale, ends)
     return grouped_linear(grad, dequantized(tensors).mT, ends)

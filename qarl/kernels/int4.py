@@ -29,6 +29,7 @@ import torch
 
 from qarl.kernels.base import Layout, Tensors
 from qarl.kernels.triton.linears import unavailable
+from qarl.schemes.base import INT4_BF16
 
 
 def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
@@ -92,7 +93,7 @@ def _codes_to_marlin(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _codes_from_marlin(codes: torch.Tensor) -> torch.Tensor:
-    if unavailable("w4a16", codes.device) is None:
+    if unavailable(INT4_BF16, codes.device) is None:
         from qarl.kernels.triton.quantize import codes_from_marlin
 
         return codes_from_marlin(codes)

@@ -27,8 +27,9 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.base import LinearKernel
+from qarl.kernels.base import LinearKernel, bf16_bytes
 from qarl.kernels.int4 import dequantize_int4
+from qarl.schemes.base import FP8_FP8, INT4_BF16, INT4_INT8, INT8_INT8, Scheme
 
 INT8_MAX = 127.0
 FP8 = torch.float8_e4m3fn
@@ -77,14 +78,21 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 class _Reference(LinearKernel):
     name = "reference"
+    engines_order = False
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+    def unavailable(device: torch.device, shape: tuple[int, int]) -> str | None:
         return None
 
 
 class ReferenceW4A16Linear(_Reference):
     """Dequantize once, then call `torch.nn.functional.linear` in the activations' dtype."""
+
+    operands = INT4_BF16
+
+    @classmethod
+    def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
+        return bf16_bytes(shape)
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -99,6 +107,7 @@ class ReferenceW4A16Linear(_Reference):
 class ReferenceW8A8Linear(_Reference):
     """Dequantize both operands to float64 at every call."""
 
+    operands = INT8_INT8
     quantize_input = staticmethod(quantize_int8)
 
     @staticmethod
@@ -122,11 +131,14 @@ class ReferenceW8A8Linear(_Reference):
 class ReferenceFP8Linear(ReferenceW8A8Linear):
     """Like ReferenceW8A8Linear, with float8_e4m3fn weights and activations."""
 
+    operands = FP8_FP8
     quantize_input = staticmethod(quantize_fp8)
 
 
 class ReferenceW4A8Linear(ReferenceW8A8Linear):
     """Like ReferenceW8A8Linear, with int4 weights in groups."""
+
+    operands = INT4_INT8
 
     @staticmethod
     def weight(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

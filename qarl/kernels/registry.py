@@ -4,8 +4,8 @@ The order of preference is: the rollout engine's operator on that machine, PyTor
 GPUs), the exact reference. The choice depends only on scheme, machine and shape, not on measured speed, so a resumed
 run uses the same kernels as before.
 
-`quant.kernels` chooses the table: `engine` is `LINEAR_KERNELS`, and the others are `OWN_KERNELS`, whose kernels QaRL's
-plugin also gives to the engine (`qarl.rollout.vllm_plugin.own_linears`).
+A kernel says which operands it multiplies, and which values of `quant.kernels` may choose it. Those that another value
+than `engine` chooses QaRL's plugin also gives to the engine (`qarl.rollout.vllm_plugin.own_linears`).
 """
 
 from __future__ import annotations
@@ -45,64 +45,73 @@ from qarl.kernels.vllm_experts import (
     VllmMarlinExperts,
     VllmTritonExperts,
 )
+from qarl.schemes.base import Operands, Scheme
 
-LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
-    "w4a16": (
-        VllmCpuWNA16Linear,
-        VllmMacheteLinear,
-        VllmMarlinLinear,
-        triton.TritonW4A16Linear,
-        triton.TritonInvariantW4A16Linear,
-        reference.ReferenceW4A16Linear,
-    ),
-    "w8a8": (
-        VllmCpuInt8TilesLinear,
-        VllmCpuInt8Linear,
-        VllmCutlassInt8Linear,
-        TorchInt8Linear,
-        triton.TritonW8A8Linear,
-        triton.TritonInvariantW8A8Linear,
-        reference.ReferenceW8A8Linear,
-    ),
-    "fp8": (
-        TorchFP8Linear,
-        VllmCutlassFP8Linear,
-        triton.TritonFP8Linear,
-        triton.TritonInvariantFP8Linear,
-        reference.ReferenceFP8Linear,
-    ),
-    "w4a8": (CpuW4A8Linear, reference.ReferenceW4A8Linear),
-}
-"""The kernels of each scheme, in order of preference."""
+LINEAR_KERNELS: list[type[LinearKernel]] = [
+    VllmCpuWNA16Linear,
+    VllmMacheteLinear,
+    VllmMarlinLinear,
+    triton.TritonW4A16Linear,
+    triton.TritonInvariantW4A16Linear,
+    DequantizedW4A16Linear,
+    reference.ReferenceW4A16Linear,
+    VllmCpuInt8TilesLinear,
+    VllmCpuInt8Linear,
+    VllmCutlassInt8Linear,
+    TorchInt8Linear,
+    triton.TritonW8A8Linear,
+    triton.TritonInvariantW8A8Linear,
+    reference.ReferenceW8A8Linear,
+    TorchFP8Linear,
+    VllmCutlassFP8Linear,
+    triton.TritonFP8Linear,
+    triton.TritonInvariantFP8Linear,
+    reference.ReferenceFP8Linear,
+    CpuW4A8Linear,
+    reference.ReferenceW4A8Linear,
+]
+"""All kernels of linears. Among those with the same operands, the order is that of preference."""
 
-EXPERTS_KERNELS: dict[str, tuple[type[ExpertsKernel], ...]] = {
-    "w4a16": (CpuExperts, VllmMarlinExperts, TritonExperts, ReferenceExperts),
-    "w8a8": (CpuExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
-    "fp8": (CpuExperts, VllmCutlassExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
-}
+EXPERTS_KERNELS: list[type[ExpertsKernel]] = [
+    CpuExperts,
+    VllmCpuBf16Experts,
+    VllmMarlinExperts,
+    VllmCutlassExperts,
+    VllmTritonExperts,
+    TritonExperts,
+    ReferenceExperts,
+]
 """The same for layers of experts."""
-BF16_KERNELS: tuple[type[ExpertsKernel], ...] = (VllmCpuBf16Experts, ReferenceExperts)
-"""The kernels of experts that are not quantized, in order of preference."""
 
-OWN_KERNELS: dict[str, dict[str, type[LinearKernel]]] = {
-    "qarl": {
-        "w4a16": triton.TritonInvariantW4A16Linear,
-        "w8a8": triton.TritonInvariantW8A8Linear,
-        "fp8": triton.TritonInvariantFP8Linear,
-        "w4a8": CpuW4A8Linear,
-    },
-    "dequantized": {"w4a16": DequantizedW4A16Linear},
-}
-"""`quant.kernels` -> scheme -> the kernel that trainer and engine both run. `prepare` of such a kernel returns a
-`PreparedWeight`, whose two tensors the engine keeps as the parameters of a layer."""
+ENGINE = "engine"
+"""The value of quant.kernels with which trainer and engine run the engine's kernels."""
 
 
-def kernels_of(kernels: str, scheme_name: str) -> tuple[type[LinearKernel], ...]:
-    """Return the kernels of the table `kernels` (a value of `quant.kernels`) for a scheme, in order of preference."""
-    if kernels == "engine":
-        return LINEAR_KERNELS.get(scheme_name, ())
-    own = OWN_KERNELS[kernels].get(scheme_name)
-    return () if own is None else (own,)
+def register(kernel: type[LinearKernel]) -> type[LinearKernel]:
+    """Prefer `kernel` to all others with its operands and options, and return it.
+
+    A plugin calls this (`qarl.plugins`). With the option "engine", the kernel must give the bits of the engine's."""
+    LINEAR_KERNELS.insert(0, kernel)
+    return kernel
+
+
+def kernels_of(kernels: str, operands: Operands) -> tuple[type[LinearKernel], ...]:
+    """Return the kernels that `kernels`, a value of quant.kernels, may choose, in order of preference."""
+    return tuple(
+        kernel
+        for kernel in LINEAR_KERNELS
+        if kernel.operands == operands and kernels in kernel.options
+    )
+
+
+def own_kernel(kernels: str, operands: Operands) -> type[LinearKernel] | None:
+    """Return the kernel that trainer and engine both run if quant.kernels is not "engine", or None."""
+    return next(iter(kernels_of(kernels, operands)), None)
+
+
+def experts_kernels_of(operands: Operands) -> tuple[type[ExpertsKernel], ...]:
+    """Return the kernels of experts with these operands, in order of preference."""
+    return tuple(kernel for kernel in EXPERTS_KERNELS if operands in kernel.operands)
 
 
 @dataclass(frozen=True)
@@ -146,31 +155,27 @@ def first_available(
 
 
 def choose_linear_kernel(
-    scheme_name: str,
+    scheme: Scheme,
     device: torch.device,
     shape: tuple[int, int],
     *,
-    group_size: int | None = None,
     force: str | None = None,
-    kernels: str = "engine",
+    kernels: str = ENGINE,
 ) -> Choice:
-    """Return the first kernel in order of preference that supports `scheme_name` weights [N, K] on `device`.
+    """Return the first kernel in order of preference that multiplies weights [N, K] of `scheme` on `device`.
 
-    `group_size`: None if the weights have no groups, or to skip the check of group sizes. `force`: name of the only
-    kernel to try. `kernels`: a value of `quant.kernels`. If there is no such kernel, raise UserError with the reason
-    for each kernel.
+    `force`: name of the only kernel to try. `kernels`: a value of quant.kernels. If there is no such kernel, raise
+    UserError with the reason for each kernel.
     """
     action = f"kernel {force!r} cannot multiply" if force else "no kernel can multiply"
-    if kernels != "engine":
+    if kernels != ENGINE:
         action = f"no kernel of quant.kernels={kernels} can multiply"
     return first_available(
-        kernels_of(kernels, scheme_name),
-        lambda kernel: (
-            kernel.unavailable(scheme_name, device, shape) or _wrong_group(kernel, group_size)
-        ),
+        kernels_of(kernels, scheme.operands),
+        lambda kernel: kernel.unavailable(device, shape) or _wrong_group(kernel, scheme.group_size),
         force=force,
-        refusal=f"{action} by {scheme_name} weights {list(shape)} on {device.type}",
-        served=scheme_name,
+        refusal=f"{action} by {scheme.name} weights {list(shape)} on {device.type}",
+        served=scheme.name,
     )
 
 
@@ -182,21 +187,16 @@ def _wrong_group(kernel: type[LinearKernel], group_size: int | None) -> str | No
 
 
 def choose_experts_kernel(
-    scheme_name: str,
-    device: torch.device,
-    shape: ExpertsShape,
-    *,
-    group_size: int | None = None,
-    force: str | None = None,
+    scheme: Scheme, device: torch.device, shape: ExpertsShape, *, force: str | None = None
 ) -> Choice:
     """Return the first kernel that supports these experts, or raise UserError.
 
     `force`: name of the only kernel to try.
     """
     return first_available(
-        BF16_KERNELS if scheme_name == "bf16" else EXPERTS_KERNELS.get(scheme_name, ()),
-        lambda kernel: kernel.unavailable(scheme_name, device, shape, group_size),
+        experts_kernels_of(scheme.operands),
+        lambda kernel: kernel.unavailable(scheme, device, shape),
         force=force,
-        refusal=f"no kernel serves {scheme_name} experts on {device.type}",
-        served=f"{scheme_name} experts",
+        refusal=f"no kernel serves {scheme.name} experts on {device.type}",
+        served=f"{scheme.name} experts",
     )

@@ -38,21 +38,23 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.base import ExpertsKernel, ExpertsShape, Tensors
+from qarl.kernels.base import ExpertsKernel, ExpertsShape, Tensors, int4_bytes
 from qarl.kernels.cpu import vllm_linears
 from qarl.kernels.cpu.torch_linears import TorchFP8Linear
 from qarl.kernels.cuda.vllm_linears import MOE, silu, uint4b8, why_not_experts
-from qarl.kernels.experts import route, scheme_of, sizes_of
+from qarl.kernels.experts import LOW_BIT, operands_of, route, sizes_of
 from qarl.kernels.int4 import CODES, MARLIN, SCALES, to_marlin
 from qarl.kernels.reference import quantize_fp8, quantize_int8, quantize_int8_cuda, silu_mul
+from qarl.schemes.base import BF16_BF16, FP8_FP8, INT4_BF16, INT8_INT8, Operands, Scheme
 from qarl.vllm_versions import moe_sum
 
-_LINEARS: dict[str, tuple[Any, ...]] = {
-    "w4a16": (vllm_linears.VllmCpuWNA16Linear,),
-    "w8a8": (vllm_linears.VllmCpuInt8TilesLinear, vllm_linears.VllmCpuInt8Linear),
-    "fp8": (TorchFP8Linear,),
-}
-"""For each scheme, the kernels of vLLM's dense layers on CPUs in order of preference."""
+_LINEARS: tuple[Any, ...] = (
+    vllm_linears.VllmCpuWNA16Linear,
+    vllm_linears.VllmCpuInt8TilesLinear,
+    vllm_linears.VllmCpuInt8Linear,
+    TorchFP8Linear,
+)
+"""The kernels of vLLM's dense layers on CPUs in order of preference."""
 _BF16_ALIGNMENT = 32  # channels that vLLM's operator for BF16 experts takes at a time
 
 
@@ -87,25 +89,32 @@ class CpuExperts(ExpertsKernel):
     """Low-bit experts, computed one after another with vLLM's dense CPU kernels."""
 
     name = "vllm_cpu"
+    operands = LOW_BIT
     layout = vllm_linears.TILES
 
-    @staticmethod
-    def unavailable(
-        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
-    ) -> str | None:
+    @classmethod
+    def unavailable(cls, scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
         if device.type != "cpu":
             return f"runs on cpu, not on {device.type}"
-        if scheme_name not in _LINEARS:
-            return f"does not support {scheme_name}"
-        if group_size is not None and group_size % 2:
-            return f"needs an even group size, not {group_size}"
-        for product in ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)):
-            why_not = [
-                kernel.unavailable(scheme_name, device, product) for kernel in _LINEARS[scheme_name]
-            ]
+        if scheme.operands not in cls.operands:
+            return f"does not support {scheme.name}"
+        group = scheme.group_size
+        if group is not None and group % 2:
+            return f"needs an even group size, not {group}"
+        gate_up = (2 * shape.intermediate, shape.hidden)
+        down = (shape.hidden, shape.intermediate)
+        linears = _linears_of(scheme.operands)
+        for product in (gate_up, down):
+            why_not = [kernel.unavailable(device, product) for kernel in linears]
             if None not in why_not:
                 return "; ".join(str(reason) for reason in why_not)
         return None
+
+    @classmethod
+    def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
+        kernel = _linears_of(scheme.operands)[-1]
+        bytes_of_weight: int = kernel.prepared_bytes(scheme, shape)
+        return bytes_of_weight
 
     @staticmethod
     def prepare(gate_up: Tensors, down: Tensors) -> PreparedExperts:
@@ -152,8 +161,8 @@ class CpuExperts(ExpertsKernel):
         return _weighted_sum(rows.view(*topk_ids.shape, -1), topk_weights)
 
     @staticmethod
-    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if scheme_name == "fp8":
+    def quantize(operands: Operands, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if operands == FP8_FP8:
             return quantize_fp8(x)
         tiles = torch.cpu._is_amx_tile_supported()
         return (quantize_int8_cuda if tiles else quantize_int8)(x)
@@ -170,14 +179,18 @@ def _prepared(tensors: Tensors) -> PreparedProduct:
     return PreparedProduct(kernel, [kernel.prepare(expert) for expert in each])
 
 
+def _linears_of(operands: Operands) -> list[Any]:
+    return [kernel for kernel in _LINEARS if kernel.operands == operands]
+
+
 def _kernel_of(tensors: Tensors) -> Any:
     """Return the linear kernel that multiplies by the experts' matrices in `tensors`."""
-    scheme = scheme_of(tensors)
+    kernels = _linears_of(operands_of(tensors))
+    if len(kernels) == 1:
+        return kernels[0]
     scale = tensors["weight_scale"]
-    if scheme == "w4a16":
-        return vllm_linears.VllmCpuWNA16Linear
     shape = (scale.shape[1], tensors["weight"].shape[2])
-    return next(k for k in _LINEARS[scheme] if k.unavailable(scheme, scale.device, shape) is None)
+    return next(kernel for kernel in kernels if kernel.unavailable(scale.device, shape) is None)
 
 
 def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -200,15 +213,12 @@ class VllmCpuBf16Experts(ExpertsKernel):
     """BF16 experts, computed by `cpu_fused_moe` as in vLLM's CPUUnquantizedExperts and X86CPUUnquantizedExperts."""
 
     name = "vllm_cpu_bf16"
+    operands = (BF16_BF16,)
 
     @staticmethod
-    def unavailable(
-        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
-    ) -> str | None:
+    def unavailable(scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
         if device.type != "cpu":
             return f"runs on cpu, not on {device.type}"
-        if scheme_name != "bf16":
-            return f"supports only BF16 weights, not {scheme_name}"
         if shape.hidden % _BF16_ALIGNMENT:
             return f"needs a hidden size in multiples of {_BF16_ALIGNMENT}, not {shape.hidden}"
         if platform.machine().lower() not in ("x86_64", "amd64"):
@@ -263,15 +273,15 @@ class VllmMarlinExperts(ExpertsKernel):
     """W4A16 by `fused_marlin_moe`. As in MarlinExperts, vLLM's `moe_sum` adds up a token's experts."""
 
     name = "vllm_marlin_experts"
+    operands = (INT4_BF16,)
     layout = MARLIN
 
     @staticmethod
-    def unavailable(
-        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
-    ) -> str | None:
+    def unavailable(scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
         if os.environ.get("VLLM_MARLIN_INPUT_DTYPE"):
             return "VLLM_MARLIN_INPUT_DTYPE is set, so vLLM quantizes the activations"
-        why_not = why_not_experts(scheme_name, device, shape, group_size, ("MarlinExperts",))
+        group_size = scheme.group_size
+        why_not = why_not_experts(scheme, device, shape, ("MarlinExperts",))
         if why_not:
             return why_not
         if shape.intermediate % 64:
@@ -282,6 +292,10 @@ class VllmMarlinExperts(ExpertsKernel):
             sizes = f"gate and up have {shape.hidden} columns and down has {shape.intermediate}"
             return f"{sizes}, but vLLM cannot mix one group per row with several groups per row"
         return None
+
+    @classmethod
+    def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
+        return int4_bytes(scheme, shape)
 
     @staticmethod
     def prepare(gate_up: Tensors, down: Tensors) -> Experts:
@@ -335,31 +349,30 @@ class _EightBitExperts(ExpertsKernel):
         )
 
     @staticmethod
-    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        made: tuple[torch.Tensor, torch.Tensor]
-        if scheme_name == "w8a8":
+    def quantize(operands: Operands, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        quantized: tuple[torch.Tensor, torch.Tensor]
+        if operands == INT8_INT8:
             from vllm.model_executor.layers.quantization.utils.int8_utils import (
                 per_token_quant_int8,
             )
 
-            made = per_token_quant_int8(x.contiguous())
+            quantized = per_token_quant_int8(x.contiguous())
         else:
             from vllm import _custom_ops as ops
 
-            made = ops.scaled_fp8_quant(x.contiguous(), use_per_token_if_dynamic=True)
-        return made
+            quantized = ops.scaled_fp8_quant(x.contiguous(), use_per_token_if_dynamic=True)
+        return quantized
 
 
 class VllmTritonExperts(_EightBitExperts):
     """W8A8 and FP8 by vLLM's Triton kernel."""
 
     name = "vllm_triton_experts"
+    operands = (INT8_INT8, FP8_FP8)
 
     @staticmethod
-    def unavailable(
-        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
-    ) -> str | None:
-        return why_not_experts(scheme_name, device, shape, group_size, ("TritonExperts",))
+    def unavailable(scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
+        return why_not_experts(scheme, device, shape, ("TritonExperts",))
 
     @staticmethod
     def forward(
@@ -390,14 +403,12 @@ class VllmCutlassExperts(_EightBitExperts):
     """FP8 by CUTLASS's grouped product. Not on capability 10.0, because vLLM uses Triton there for up to 8 tokens."""
 
     name = "vllm_cutlass_experts"
+    operands = (FP8_FP8,)
 
     @staticmethod
-    def unavailable(
-        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
-    ) -> str | None:
-        why_not = why_not_experts(
-            scheme_name, device, shape, group_size, ("TritonOrCutlassExperts", "CutlassExpertsFp8")
-        )
+    def unavailable(scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
+        classes = ("TritonOrCutlassExperts", "CutlassExpertsFp8")
+        why_not = why_not_experts(scheme, device, shape, classes)
         if why_not:
             return why_not
         if torch.cuda.get_device_capability(device) >= (10, 0):
@@ -415,7 +426,7 @@ class VllmCutlassExperts(_EightBitExperts):
     ) -> torch.Tensor:
         experts, hidden, intermediate = prepared.down.shape
         rows = topk_ids.numel()
-        values, scale = cls.quantize("fp8", x)
+        values, scale = cls.quantize(FP8_FP8, x)
         output = torch.empty_like(x)
         by_hidden, by_intermediate, by_both = (
             _filled(experts, size, x.device) for size in (hidden, intermediate, 2 * intermediate)

@@ -259,10 +259,9 @@ class QuantExperts(QuantLayer):
         self.down_proj: nn.Parameter = stacks.down_proj
         count, hidden, intermediate = self.down_proj.shape
         choice = choose_experts_kernel(
-            scheme.name,
+            scheme,
             device or self.down_proj.device,
             ExpertsShape(count, stacks.config.num_experts_per_tok, hidden, intermediate),
-            group_size=scheme.group_size,
             force=kernel,
         )
         self._choose(scheme, qualified_name, choice)

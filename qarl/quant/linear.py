@@ -283,10 +283,9 @@ class QuantLinear(QuantLayer, nn.Linear):
         self.weight = linear.weight
         self.bias = linear.bias
         choice = choose_linear_kernel(
-            scheme.name,
+            scheme,
             device or linear.weight.device,
             (linear.out_features, linear.in_features),
-            group_size=scheme.group_size,
             force=kernel,
             kernels=kernels,
         )

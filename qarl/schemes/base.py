@@ -71,6 +71,26 @@ class WireSpec(NamedTuple):
         return BYTES[self.dtype] * prod(self.shape)
 
 
+class Operands(NamedTuple):
+    """What a kernel multiplies: the number formats of weights and activations, whatever the sizes of groups.
+
+    Schemes whose weights differ only in how they are rounded have the same operands, and so the same kernels."""
+
+    weights: str
+    activations: str
+
+    @property
+    def rounds_activations(self) -> bool:
+        return self.activations != "bf16"
+
+
+BF16_BF16 = Operands("bf16", "bf16")
+INT4_BF16 = Operands("int4", "bf16")
+INT4_INT8 = Operands("int4", "int8")
+INT8_INT8 = Operands("int8", "int8")
+FP8_FP8 = Operands("float8", "float8")
+
+
 @dataclass(frozen=True)
 class Grid:
     """How weights that share a scale become codes (`qarl.quant.quantize`).
@@ -164,6 +184,11 @@ class Scheme:
         """Whether the weights have so few bits that log-probs are far from those of the BF16 model on some tokens."""
         return self.weights is not None and self.weights.num_bits <= 4
 
+    @property
+    def operands(self) -> Operands:
+        """What a kernel of this scheme multiplies. Override it if QuantArgs does not tell the formats apart."""
+        return Operands(_number_format(self.weights), _number_format(self.input_activations))
+
     def check_shape(self, name: str, out_features: int, in_features: int) -> str | None:
         """Return why this scheme cannot quantize the weight `name` [out_features, in_features], or None if it can."""
         group = self.group_size
@@ -252,6 +277,10 @@ class Scheme:
             ignore=list(ignore),
         )
         return _without_none(config.model_dump(mode="json"))  # exclude_none leaves zp_dtype
+
+
+def _number_format(args: QuantArgs | None) -> str:
+    return "bf16" if args is None else f"{args.type}{args.num_bits}"
 
 
 def _without_none(fields: dict[str, Any]) -> dict[str, Any]:

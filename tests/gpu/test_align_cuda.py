@@ -339,7 +339,7 @@ def test_linears_of_few_and_many_rows(scheme: str) -> None:
     device, n, k = torch.device("cuda", 0), 1024, 4096
     weight = random(3 * n, k) / k**0.5
     settings = get_scheme(scheme, 128)
-    kernel = choose_linear_kernel(scheme, device, (n, k), group_size=settings.group_size).kernel
+    kernel = choose_linear_kernel(settings, device, (n, k)).kernel
     if not kernel.name.startswith("vllm"):
         pytest.skip(f"vLLM's kernel does not serve here, but {kernel.name}")
     x = random(512, k)

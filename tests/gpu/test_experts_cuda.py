@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 from expert_cases import exact, exact_weight, make, off, stacked
+from kernels_by_scheme import EXPERTS_KERNELS, experts_kernels
 
 from qarl.bench.kernel_arguments import Arguments
 from qarl.bench.kernel_cases import ROUTINGS, ExpertLayer, experts
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.experts import LowBitExperts, fused_experts
-from qarl.kernels.registry import EXPERTS_KERNELS
+from qarl.schemes import get_scheme
 
 pytestmark = pytest.mark.gpu
 SHAPE = ExpertsShape(experts=8, top_k=2, hidden=512, intermediate=256)
-KERNELS = [(scheme, kernel) for scheme, kernels in EXPERTS_KERNELS.items() for kernel in kernels]
 
 
 @pytest.mark.parametrize(
-    ("scheme", "kernel"), KERNELS, ids=lambda value: getattr(value, "name", value)
+    ("scheme", "kernel"), EXPERTS_KERNELS, ids=lambda value: getattr(value, "name", value)
 )
 def test_forward_and_gradients(scheme: str, kernel: type) -> None:
     device = torch.device("cuda", 0)
-    why_not = kernel.unavailable(scheme, device, SHAPE, 128 if scheme == "w4a16" else None)
+    why_not = kernel.unavailable(get_scheme(scheme, 128), device, SHAPE)
     if why_not is not None:
         pytest.skip(why_not)
     x, weights, ids, gate_up, down = (tensor.to(device) for tensor in make(SHAPE, 61))
@@ -62,7 +62,7 @@ def test_against_float64(
 def test_a_repeated_backward_gives_the_same_bits() -> None:
     device = torch.device("cuda", 0)
     x, weights, ids, gate_up, down = (tensor.to(device) for tensor in make(SHAPE, 300))
-    kernel = next(k for k in EXPERTS_KERNELS["w4a16"] if k.name == "triton")
+    kernel = next(k for k in experts_kernels("w4a16") if k.name == "triton")
     experts = LowBitExperts.of(kernel, stacked(gate_up, "w4a16", 128), stacked(down, "w4a16", 128))
     made = []
     for _ in range(3):

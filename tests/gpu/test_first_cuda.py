@@ -124,6 +124,7 @@ def test_graphs() -> None:
     from qarl.kernels.triton.quantize import quantize_tokens
     from qarl.kernels.triton.scaled_mm import scaled_mm
     from qarl.kernels.triton.w4a16 import w4a16_backward_input, w4a16_linear
+    from qarl.schemes.base import FP8_FP8
 
     device = torch.device("cuda", 0)
     packed, scale, x = w4a16(512, 4096, 16, device)
@@ -138,7 +139,7 @@ def test_graphs() -> None:
         "w8a8": lambda: scaled_mm(*quantize_tokens(x, torch.int8), values, channel),
         "grouped": lambda: experts.product(x, None, stacked, ends),
     }
-    if unavailable("fp8", device) is None:
+    if unavailable(FP8_FP8, device) is None:
         codes = values.view(torch.float8_e4m3fn).float().nan_to_num().to(torch.float8_e4m3fn)
         calls["fp8"] = lambda: scaled_mm(*quantize_tokens(x, torch.float8_e4m3fn), codes, channel)
     for name, call in calls.items():
@@ -157,12 +158,13 @@ def test_graphs() -> None:
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
 def test_own_kernels_of_few_and_many_rows(scheme: str) -> None:
     """`quant.kernels=qarl`: a row's bits depend neither on the other rows nor on the layer being fused."""
-    from qarl.kernels.registry import OWN_KERNELS
+    from qarl.kernels.registry import own_kernel
     from qarl.quant import get_scheme, quantize
 
     device, n, k = torch.device("cuda", 0), 512, 4096
-    kernel = OWN_KERNELS["qarl"][scheme]
-    if why_not := kernel.unavailable(scheme, device, (n, k)):
+    kernel = own_kernel("qarl", get_scheme(scheme).operands)
+    assert kernel is not None
+    if why_not := kernel.unavailable(device, (n, k)):
         pytest.skip(why_not)
     generator = torch.Generator("cuda").manual_seed(0)
     weight = (torch.randn(3 * n, k, generator=generator, device=device) / 64).bfloat16()

@@ -108,8 +108,7 @@ def test_linears(
         pytest.skip("the checkpoint itself would be refused")
     with process_groups(dense_config):
         engine = layers_kernel(scheme, group_size, shape)
-    groups = group_size if scheme == "w4a16" else None
-    trainer = choose_linear_kernel(scheme, torch.device("cuda", 0), shape, group_size=groups)
+    trainer = choose_linear_kernel(get_scheme(scheme, group_size), torch.device("cuda", 0), shape)
     expected = LINEARS.get((scheme, engine))
     if scheme != "w4a16" and shape[0] % 16:
         expected = None  # cutlass_scaled_mm itself turns to a Triton kernel of vLLM's
@@ -172,10 +171,9 @@ def test_experts(gpu: tuple[int, int], moe_folder: Path, scheme: str, group_size
         for layer in experts:
             method = layer.quant_method
             engine = (getattr(method, "experts_cls", None) or type(method)).__name__
-    groups = group_size if scheme == "w4a16" else None
-    named = vllm_linears.chosen_experts_kernel(scheme, shape, groups)
+    named = vllm_linears.chosen_experts_kernel(get_scheme(scheme, group_size), shape)
     assert named == engine or (named.startswith("nothing") and engine.startswith("nothing"))
-    trainer = choose_experts_kernel(scheme, torch.device("cuda", 0), shape, group_size=groups)
+    trainer = choose_experts_kernel(get_scheme(scheme, group_size), torch.device("cuda", 0), shape)
     expected = EXPERTS.get((scheme, engine))
     if expected == "vllm_cutlass_experts" and gpu >= (10, 0):
         expected = None  # there vLLM's own choice depends on the number of tokens

@@ -29,6 +29,7 @@ from qarl.checks.memory_parts import ranks
 from qarl.checks.model_size import ModelSize
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel
+from qarl.schemes import get_scheme
 from qarl.verl.run import UNKNOWN_GPU_BYTES
 
 required()
@@ -260,21 +261,16 @@ def test_the_kernels_on_hopper(resolved: Any, engine: Any, ours: Any) -> None:
     assert routers == ({"UnquantizedLinearMethod"} if size.experts else set())
     if quant.scheme == "bf16":
         return
-    device, group = torch.device("cuda", 0), quant.group_size if quant.scheme == "w4a16" else None
+    device = torch.device("cuda", 0)
+    scheme = get_scheme(quant.scheme, quant.group_size)
     shapes = {shape for name, shape in size.block_linears(0).items() if ".experts." not in name}
-    chosen = {
-        choose_linear_kernel(quant.scheme, device, shape, group_size=group).kernel.name
-        for shape in shapes
-    }
+    chosen = {choose_linear_kernel(scheme, device, shape).kernel.name for shape in shapes}
     assert chosen == {of_trainer}
     if size.experts:
         shape = ExpertsShape(
             text.num_experts, text.num_experts_per_tok, text.hidden_size, text.moe_intermediate_size
         )
-        assert (
-            choose_experts_kernel(quant.scheme, device, shape, group_size=group).kernel.name
-            == STACKS[quant.scheme][1]
-        )
+        assert choose_experts_kernel(scheme, device, shape).kernel.name == STACKS[quant.scheme][1]
 
 
 def kernel_in(layer: Any) -> str:

@@ -7,8 +7,9 @@ import torch
 from triton_rig import DEVICE
 
 from qarl.kernels.triton.linears import unavailable
+from qarl.schemes.base import FP8_FP8
 
-NO_E4M3 = unavailable("fp8", torch.device(DEVICE))
+NO_E4M3 = unavailable(FP8_FP8, torch.device(DEVICE))
 needs_e4m3 = pytest.mark.skipif(NO_E4M3 is not None, reason=str(NO_E4M3))
 SCHEMES = ["w4a16", "w8a8", pytest.param("fp8", marks=needs_e4m3)]
 

@@ -33,9 +33,10 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.base import LinearKernel, PreparedWeight
+from qarl.kernels.base import LinearKernel, PreparedWeight, bf16_bytes, eight_bit_bytes
 from qarl.kernels.int4 import dequantize_int4, unpack_int4
 from qarl.kernels.reference import FP8, quantize_fp8, quantize_int8
+from qarl.schemes.base import FP8_FP8, INT4_BF16, INT4_INT8, INT8_INT8, Scheme
 
 ROWS_AT_A_TIME = 256
 """Rows scaled at a time, while their FP32 products are cached. At 4096 rows this saves a third of the time."""
@@ -92,12 +93,17 @@ def int_mm(prepared: PreparedWeight) -> Callable[[torch.Tensor, torch.Tensor], N
 class TorchInt8Linear(LinearKernel):
     """W8A8 with `torch._int_mm`."""
 
+    operands = INT8_INT8
     name = "torch_int8"
     quantize_input = staticmethod(quantize_int8)
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+    def unavailable(device: torch.device, shape: tuple[int, int]) -> str | None:
         return int8_unavailable(device)
+
+    @classmethod
+    def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
+        return eight_bit_bytes(shape)
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
@@ -119,12 +125,18 @@ class TorchFP8Linear(LinearKernel):
     The matmul is used if it gives vLLM's bits on this machine.
     """
 
+    operands = FP8_FP8
     name = "vllm_cpu_fp8"
     quantize_input = staticmethod(quantize_fp8)
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+    def unavailable(device: torch.device, shape: tuple[int, int]) -> str | None:
         return None if device.type == "cpu" else f"runs on cpu, not on {device.type}"
+
+    @classmethod
+    def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
+        rows, columns = shape
+        return 4 * rows * columns + 4 * rows
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
@@ -203,12 +215,20 @@ def _fp32_matmul_equals_scaled_mm(features: int) -> bool:
 class CpuW4A8Linear(LinearKernel):
     """W4A8 with `torch._int_mm`, one product per group."""
 
+    operands = INT4_INT8
+    options = ("engine", "qarl")
     name = "qarl_cpu_w4a8"
     quantize_input = staticmethod(quantize_int8)
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+    def unavailable(device: torch.device, shape: tuple[int, int]) -> str | None:
         return int8_unavailable(device)
+
+    @classmethod
+    def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
+        rows, columns = shape
+        groups = columns // (scheme.group_size or columns)
+        return rows * columns + 4 * rows * groups
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
@@ -243,11 +263,18 @@ class CpuW4A8Linear(LinearKernel):
 class DequantizedW4A16Linear(LinearKernel):
     """W4A16 weights, multiplied in BF16. This is no low-bit product: it is for debugging and for small machines."""
 
+    operands = INT4_BF16
+    options = ("dequantized",)
+    holds_dequantized = True
     name = "dequantized"
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+    def unavailable(device: torch.device, shape: tuple[int, int]) -> str | None:
         return None if device.type == "cpu" else f"runs on cpu, not on {device.type}"
+
+    @classmethod
+    def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
+        return bf16_bytes(shape)
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:

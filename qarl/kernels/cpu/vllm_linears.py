@@ -23,10 +23,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.base import Layout, LinearKernel, PreparedWeight, Tensors
+from qarl.kernels.base import (
+    Layout,
+    LinearKernel,
+    PreparedWeight,
+    Tensors,
+    eight_bit_bytes,
+    int4_bytes,
+)
 from qarl.kernels.cpu.torch_linears import int8_linear, int8_unavailable, int_mm
 from qarl.kernels.reference import quantize_int8_cuda
 from qarl.process import allow_matrix_tiles, configure_vllm_process, vllm_missing
+from qarl.schemes.base import INT4_BF16, INT8_INT8, Scheme
 
 TILE_ROWS = 16
 _VALUES_PER_INT32 = 8
@@ -117,16 +125,21 @@ TILES = Layout("weight_tiles", lambda shape: shape[-2] % TILE_ROWS == 0, _conver
 class VllmCpuWNA16Linear(LinearKernel):
     """W4A16 by `cpu_gemm_wna16`, the operator of vLLM's CPUWNA16LinearKernel."""
 
+    operands = INT4_BF16
     name = "vllm_cpu_wna16"
     layout = TILES
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+    def unavailable(device: torch.device, shape: tuple[int, int]) -> str | None:
         if device.type != "cpu":
             return f"runs on cpu, not on {device.type}"
         if shape[0] % 32 or shape[1] % 32:
             return f"needs N and K in multiples of 32, not {list(shape)}"
         return cpu_ops_missing("cpu_gemm_wna16")
+
+    @classmethod
+    def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
+        return int4_bytes(scheme, shape)
 
     @staticmethod
     def prepare(tensors: Tensors) -> PreparedWeight:
@@ -194,14 +207,19 @@ def stack_of(prepared: Sequence[PreparedWeight]) -> dict[str, torch.Tensor]:
 class VllmCpuInt8Linear(LinearKernel):
     """W8A8 by a oneDNN product, with the bits of vLLM's CPUInt8ScaledMMLinearKernel."""
 
+    operands = INT8_INT8
     name = "vllm_cpu_int8"
     quantize_input = staticmethod(_quantize_int8)
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+    def unavailable(device: torch.device, shape: tuple[int, int]) -> str | None:
         if _int8_tiles_serve(shape):
             return "on CPUs with AMX vLLM runs int8_scaled_mm_with_quant"
         return int8_unavailable(device) or cpu_ops_missing("create_onednn_scaled_mm_handler")
+
+    @classmethod
+    def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
+        return eight_bit_bytes(shape)
 
     @staticmethod
     def prepare(tensors: Tensors) -> PreparedInt8:
@@ -246,18 +264,23 @@ class VllmCpuInt8Linear(LinearKernel):
 class VllmCpuInt8TilesLinear(LinearKernel):
     """W8A8 by `int8_scaled_mm_with_quant`, the operator of vLLM's CPUInt8ScaledMMLinearKernel on CPUs with AMX."""
 
+    operands = INT8_INT8
     name = "vllm_cpu_int8_tiles"
     quantize_input = staticmethod(
         quantize_int8_cuda
     )  # about 1 in 3,000 is rounded differently in the operator
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+    def unavailable(device: torch.device, shape: tuple[int, int]) -> str | None:
         if device.type != "cpu":
             return f"runs on cpu, not on {device.type}"
         if not _int8_tiles_serve(shape):
             return "vLLM runs it only on CPUs with AMX, if N is a multiple of 16 and K of 32"
         return cpu_ops_missing("int8_scaled_mm_with_quant")
+
+    @classmethod
+    def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
+        return eight_bit_bytes(shape)
 
     @staticmethod
     def prepare(tensors: Tensors) -> PreparedInt8Tiles:

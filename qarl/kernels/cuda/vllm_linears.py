@@ -29,9 +29,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qarl.kernels.base import ExpertsShape, LinearKernel, PreparedWeight
+from qarl.kernels.base import ExpertsShape, LinearKernel, PreparedWeight, int4_bytes
 from qarl.kernels.triton.linears import TritonW4A16Linear, TritonW8A8Linear
 from qarl.process import configure_vllm_process, vllm_missing
+from qarl.schemes.base import FP8_FP8, INT4_BF16, INT8_INT8, Scheme
 from qarl.vllm_versions import describe_experts, unsupported_release
 
 _OPS = "vllm._custom_ops"
@@ -112,11 +113,7 @@ def _unusable_moe() -> str | None:
 
 
 def why_not_experts(
-    scheme: str,
-    device: torch.device,
-    shape: ExpertsShape,
-    group_size: int | None,
-    classes: tuple[str, ...],
+    scheme: Scheme, device: torch.device, shape: ExpertsShape, classes: tuple[str, ...]
 ) -> str | None:
     """Return why the functions behind `classes` cannot be used, or None if they can.
 
@@ -125,12 +122,12 @@ def why_not_experts(
     why_not = why_not_here(device, "cutlass_moe_mm", capability=(8, 0)) or _unusable_moe()
     if why_not:
         return why_not
-    chosen = chosen_experts_kernel(scheme, shape, group_size)
+    chosen = chosen_experts_kernel(scheme, shape)
     return None if chosen in classes else f"here vLLM itself runs {chosen}"
 
 
 @cache
-def chosen_experts_kernel(scheme: str, shape: ExpertsShape, group_size: int | None) -> str:
+def chosen_experts_kernel(scheme: Scheme, shape: ExpertsShape) -> str:
     """Return the name of the class that vLLM uses for experts of this scheme and shape on one GPU of this machine.
 
     If there is none, return a text that begins with "nothing" and gives the reason.
@@ -156,7 +153,7 @@ def chosen_experts_kernel(scheme: str, shape: ExpertsShape, group_size: int | No
     )
     describe_experts(layer, shape.hidden)
     vllm_quantization = quantization.CompressedTensorsConfig.from_config(
-        _quantization_config(scheme, group_size)
+        _quantization_config(scheme)
     )
     try:
         method = methods.CompressedTensorsMoEMethod.get_moe_method(
@@ -167,22 +164,12 @@ def chosen_experts_kernel(scheme: str, shape: ExpertsShape, group_size: int | No
     return str((getattr(method, "experts_cls", None) or type(method)).__name__)
 
 
-def _quantization_config(scheme: str, group_size: int | None) -> dict[str, Any]:
-    """Return a `quantization_config`, as in config.json, that quantizes every layer."""
-    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
-
-    preset, form = {
-        "w4a16": ("W4A16", "pack-quantized"),
-        "w8a8": ("W8A8", "int-quantized"),
-        "fp8": ("FP8_DYNAMIC", "float-quantized"),
-    }[scheme]
-    group = preset_name_to_scheme(preset, ["re:.*"])
-    group.format = form
-    group.weights.group_size = group_size
-    config = QuantizationConfig(
-        config_groups={"group_0": group}, format=form, quantization_status="compressed"
-    )
-    return config.model_dump(mode="json", exclude_none=True)
+def _quantization_config(scheme: Scheme) -> dict[str, Any]:
+    """Return the scheme's `quantization_config`, as in config.json, for every layer."""
+    config = scheme.quantization_config()
+    for group in config["config_groups"].values():
+        group["targets"] = ["re:.*"]
+    return config
 
 
 def silu() -> Any:
@@ -199,6 +186,7 @@ def uint4b8() -> Any:
 class _PackedLinear(LinearKernel):
     """Base of the two W4A16 kernels."""
 
+    operands = INT4_BF16
     computes_input_gradient = True
 
     @staticmethod
@@ -213,9 +201,13 @@ class VllmMacheteLinear(_PackedLinear):
     group_sizes = (64, 128)
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+    def unavailable(device: torch.device, shape: tuple[int, int]) -> str | None:
         why_not = why_not_here(device, "machete_mm", capability=(9, 0))
         return why_not or _not_the_engines("MacheteLinearKernel", shape, 64)
+
+    @classmethod
+    def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
+        return int4_bytes(scheme, shape)
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedPacked:
@@ -256,12 +248,16 @@ class VllmMarlinLinear(_PackedLinear):
     group_sizes = (32, 64, 128)
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+    def unavailable(device: torch.device, shape: tuple[int, int]) -> str | None:
         if os.environ.get("VLLM_MARLIN_INPUT_DTYPE"):
             return "VLLM_MARLIN_INPUT_DTYPE is set, so vLLM quantizes the activations"
         why_not = why_not_here(device, "marlin_gemm", capability=(8, 0))
         # Ask for groups of 32, which Machete does not support. With other groups vLLM would name Machete if it fits.
         return why_not or _not_the_engines("MarlinLinearKernel", shape, 32)
+
+    @classmethod
+    def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
+        return int4_bytes(scheme, shape)
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedPacked:
@@ -356,10 +352,11 @@ class _CutlassLinear(LinearKernel):
 class VllmCutlassInt8Linear(_CutlassLinear):
     """W8A8 by the operators of vLLM's CutlassInt8ScaledMMLinearKernel."""
 
+    operands = INT8_INT8
     name = "vllm_cutlass_int8"
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+    def unavailable(device: torch.device, shape: tuple[int, int]) -> str | None:
         if why_not := why_not_here(device, "cutlass_scaled_mm", capability=(8, 0)):
             return why_not
         if torch.cuda.get_device_capability(device) >= (10, 0):
@@ -377,10 +374,11 @@ class VllmCutlassInt8Linear(_CutlassLinear):
 class VllmCutlassFP8Linear(_CutlassLinear):
     """FP8 by the operators of vLLM's CutlassFP8ScaledMMLinearKernel, for weights with a scale per channel."""
 
+    operands = FP8_FP8
     name = "vllm_cutlass_fp8"
 
     @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+    def unavailable(device: torch.device, shape: tuple[int, int]) -> str | None:
         if os.environ.get("VLLM_TEST_FORCE_FP8_MARLIN", "").strip().lower() in (
             "1",
             "true",

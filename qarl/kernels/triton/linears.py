@@ -16,13 +16,16 @@ from collections.abc import Mapping
 import torch
 
 from qarl.kernels.base import LinearKernel, PreparedWeight, capability, has_gpu, is_gpu
+from qarl.schemes.base import FP8_FP8, INT4_BF16, INT8_INT8, Operands
 
-MIN_CAPABILITY = {"bf16": (8, 0), "w4a16": (8, 0), "w8a8": (8, 0), "fp8": (9, 0)}
-"""For each scheme, the lowest CUDA capability whose tensor cores have the instructions that Triton 3.6 emits."""
+LEAST_CAPABILITY = (8, 0)
+"""The lowest CUDA capability whose tensor cores have the instructions that Triton 3.6 emits."""
+LEAST_CAPABILITY_FP8 = (9, 0)
+"""The same for products of 8-bit floats."""
 
 
-def unavailable(scheme_name: str, device: torch.device) -> str | None:
-    """Return why Triton does not support the scheme on `device`, or None if it does."""
+def unavailable(operands: Operands, device: torch.device) -> str | None:
+    """Return why Triton does not multiply `operands` on `device`, or None if it does."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if not is_gpu(device):
@@ -31,11 +34,12 @@ def unavailable(scheme_name: str, device: torch.device) -> str | None:
         return "there is no GPU in this machine"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    needed = MIN_CAPABILITY[scheme_name]
-    if torch.version.hip is None and capability(device) < needed:
+    floats = operands == FP8_FP8
+    if torch.version.hip is not None:
+        return "AMD GPUs use different FP8 types" if floats else None
+    needed = LEAST_CAPABILITY_FP8 if floats else LEAST_CAPABILITY
+    if capability(device) < needed:
         return f"needs compute capability {needed[0]}.{needed[1]}"
-    if torch.version.hip is not None and scheme_name == "fp8":
-        return "AMD GPUs use different FP8 types"
     return None
 
 
@@ -44,13 +48,15 @@ class _TritonLinear(LinearKernel):
     computes_input_gradient = True
     batch_invariant = False
 
-    @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
-        return unavailable(scheme_name, device)
+    @classmethod
+    def unavailable(cls, device: torch.device, shape: tuple[int, int]) -> str | None:
+        return unavailable(cls.operands, device)
 
 
 class TritonW4A16Linear(_TritonLinear):
     """int4 weights, dequantized in registers, or with many rows in a transient buffer (w4a16.py)."""
+
+    operands = INT4_BF16
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
@@ -79,6 +85,7 @@ class TritonW4A16Linear(_TritonLinear):
 class TritonW8A8Linear(_TritonLinear):
     """int8 weights and activations. Our kernel quantizes the activations (quantize.py, scaled_mm.py)."""
 
+    operands = INT8_INT8
     dtype = torch.int8
 
     @staticmethod
@@ -120,6 +127,7 @@ class TritonW8A8Linear(_TritonLinear):
 class TritonFP8Linear(TritonW8A8Linear):
     """Like TritonW8A8Linear, with float8_e4m3fn weights and activations."""
 
+    operands = FP8_FP8
     dtype = torch.float8_e4m3fn
 
 
@@ -127,6 +135,7 @@ class TritonInvariantW4A16Linear(TritonW4A16Linear):
     """Use one tile and one order of summation for any number of rows. Chosen by quant.kernels=qarl."""
 
     name = "triton_batch_invariant"
+    options = ("engine", "qarl")
     batch_invariant = True
 
 
@@ -134,6 +143,7 @@ class TritonInvariantW8A8Linear(TritonW8A8Linear):
     """Like TritonInvariantW4A16Linear, but cuBLAS computes dX, so its sums may depend on the number of rows."""
 
     name = "triton_batch_invariant"
+    options = ("engine", "qarl")
     batch_invariant = True
 
 
@@ -141,4 +151,5 @@ class TritonInvariantFP8Linear(TritonFP8Linear):
     """Like TritonInvariantW8A8Linear, for FP8."""
 
     name = "triton_batch_invariant"
+    options = ("engine", "qarl")
     batch_invariant = True

@@ -174,9 +174,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
                 set_weight_attrs(unused, {"weight_loader": _ignore_weight})
 
     def _check(self, layer: Any, shape: ExpertsShape) -> None:
-        why_not = CpuExperts.unavailable(
-            self.scheme.name, torch.device("cpu"), shape, self.group_size
-        )
+        why_not = CpuExperts.unavailable(self.scheme, torch.device("cpu"), shape)
         if (
             layer.activation != MoEActivation.SILU
             or layer.apply_router_weight_on_input

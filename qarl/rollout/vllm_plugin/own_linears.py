@@ -5,7 +5,7 @@ function, base classes and layer configs. A class supports a layer only if the e
 `engine_arguments`, so other engines in the same process are not affected. vLLM tries its own kernels first, so
 `own_kernels_only` disables them while the engine starts (environment variable VLLM_DISABLED_KERNELS).
 
-The classes call the trainer's kernel (`qarl.kernels.registry.OWN_KERNELS`) on the tensors that its `prepare` makes. The
+The classes call the trainer's kernel (`qarl.kernels.registry.own_kernel`) on the tensors that its `prepare` makes. The
 call is a custom operator, which torch.compile and CUDA graphs treat as one operation.
 """
 
@@ -35,8 +35,8 @@ from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
 from qarl.errors import UserError
-from qarl.kernels.base import PreparedWeight
-from qarl.kernels.registry import OWN_KERNELS
+from qarl.kernels.base import LinearKernel, PreparedWeight
+from qarl.kernels.registry import own_kernel
 from qarl.rollout.kernel_request import REQUEST_KEY, KernelRequest
 from qarl.schemes import get_scheme
 
@@ -56,6 +56,13 @@ def requested() -> KernelRequest | None:
     )
 
 
+def _asked_kernel(request: KernelRequest) -> type[LinearKernel]:
+    """Return the kernel that trainer and engine both run. The check of the config knows that there is one."""
+    kernel = own_kernel(request.kernels, get_scheme(request.scheme).operands)
+    assert kernel is not None
+    return kernel
+
+
 @torch.library.custom_op(
     "qarl::linear",
     mutates_args=(),
@@ -70,8 +77,8 @@ def _linear(
     scheme: str,
     channels: int,
 ) -> torch.Tensor:
-    """x BF16 [M, K] -> BF16 [M, channels], by the kernel of `OWN_KERNELS`."""
-    kernel: Any = OWN_KERNELS[kernels][scheme]
+    """x BF16 [M, K] -> BF16 [M, channels], by the kernel of a request (`kernels`, `scheme`)."""
+    kernel = _asked_kernel(KernelRequest(kernels, scheme))
     y: torch.Tensor = kernel.linear(x, PreparedWeight(weight, scale), bias)
     return y
 
@@ -114,13 +121,12 @@ class _Own:
             return "quant.kernels=engine"
         if get_scheme(wanted.scheme).format != format:
             return f"the scheme is {wanted.scheme}"
-        return OWN_KERNELS[wanted.kernels][wanted.scheme].unavailable(
-            wanted.scheme, torch.device(current_platform.device_type), shape
-        )
+        device = torch.device(current_platform.device_type)
+        return _asked_kernel(wanted).unavailable(device, shape)
 
     @property
     def own(self) -> Any:
-        return OWN_KERNELS[self.request.kernels][self.request.scheme]
+        return _asked_kernel(self.request)
 
     def multiply(
         self,

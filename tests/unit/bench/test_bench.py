@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
+from kernels_by_scheme import linear_kernels
 
 from qarl.bench import kernel_cases
 from qarl.bench.__main__ import main
@@ -20,7 +21,6 @@ from qarl.bench.kernel_cases import Competitor, ExpertLayer, Layer, experts
 from qarl.bench.report import kernel_tables
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape
-from qarl.kernels.registry import LINEAR_KERNELS
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from bench_table import bench_table, replace_tables
@@ -98,7 +98,7 @@ def test_a_wrong_kernel_gets_no_figure(
     tmp_path: Path,
 ) -> None:
     """One wrong value in the last row, and one that is not finite."""
-    kernel = LINEAR_KERNELS["w4a16"][-1]
+    kernel = linear_kernels("w4a16")[-1]
     right = kernel.linear
 
     def wrong(x: torch.Tensor, prepared: Any, bias: Any) -> torch.Tensor:

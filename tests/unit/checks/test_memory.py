@@ -101,7 +101,7 @@ def test_the_local_engine_sleeps_on_a_gpu() -> None:
 
 
 def test_the_kernels_with_their_own_input_gradient_are_the_registrys() -> None:
-    kernels = [kernel for kernels in LINEAR_KERNELS.values() for kernel in kernels]
+    kernels = LINEAR_KERNELS
     assert {
         kernel.name for kernel in kernels if kernel.computes_input_gradient
     } == OWN_INPUT_GRADIENT

@@ -19,6 +19,7 @@ from qarl.kernels.base import ExpertsShape
 from qarl.kernels.cpu.vllm_linears import cpu_ops_missing
 from qarl.kernels.vllm_experts import CpuExperts, VllmCpuBf16Experts
 from qarl.process import allow_matrix_tiles
+from qarl.schemes import get_scheme
 
 pytestmark = [needs_w4a16_cpu, needs_vllm_cpu]
 CPU = torch.device("cpu")
@@ -75,7 +76,7 @@ def test_each_expert_is_the_dense_kernel_of_its_scheme(scheme: str) -> None:
     def dense(rows: torch.Tensor, part: dict[str, torch.Tensor]) -> torch.Tensor:
         tensors = {name: tensor[3] for name, tensor in part.items()}
         kernel = choose_linear_kernel(
-            scheme, CPU, (tensors["weight_scale"].shape[0], rows.shape[1])
+            get_scheme(scheme), CPU, (tensors["weight_scale"].shape[0], rows.shape[1])
         ).kernel
         return kernel.linear(rows, kernel.prepare(tensors), None)
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 from expert_cases import SHAPE, make, stacked
+from kernels_by_scheme import experts_kernels
 
 from qarl.errors import UserError
 from qarl.kernels import experts
 from qarl.kernels.experts import LowBitExperts, ReferenceExperts, fused_experts
-from qarl.kernels.registry import EXPERTS_KERNELS, choose_experts_kernel
+from qarl.kernels.registry import choose_experts_kernel
 from qarl.kernels.vllm_experts import CpuExperts
+from qarl.schemes import get_scheme
 
 SCHEMES = ("w4a16", "w8a8", "fp8")
 CPU = torch.device("cpu")
@@ -40,12 +42,12 @@ def test_what_needs_no_gradient_gets_none() -> None:
 def test_the_choice_on_cpu(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(CpuExperts, "unavailable", lambda *arguments: "vllm is not installed")
-    choice = choose_experts_kernel(scheme, CPU, SHAPE, group_size=32)
+    choice = choose_experts_kernel(get_scheme(scheme, 32), CPU, SHAPE)
     assert (
         choice.kernel is ReferenceExperts
-        and len(choice.passed_over) == len(EXPERTS_KERNELS[scheme]) - 1
+        and len(choice.passed_over) == len(experts_kernels(scheme)) - 1
     )
     with pytest.raises(UserError, match="runs on GPUs"):
-        choose_experts_kernel(scheme, CPU, SHAPE, group_size=32, force="triton")
+        choose_experts_kernel(get_scheme(scheme, 32), CPU, SHAPE, force="triton")
     with pytest.raises(UserError, match="no kernel serves w4a8"):
-        choose_experts_kernel("w4a8", CPU, SHAPE)
+        choose_experts_kernel(get_scheme("w4a8"), CPU, SHAPE)

@@ -44,7 +44,7 @@ def test_int4_from_tiles_is_int4_from_the_wire() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 64, 600])
 @pytest.mark.parametrize("bias", [False, True])
 def test_int8_without_a_handler_has_the_same_bits(rows: int, bias: bool) -> None:
-    if why_not := VllmCpuInt8Linear.unavailable("w8a8", CPU, (160, 96)):
+    if why_not := VllmCpuInt8Linear.unavailable(CPU, (160, 96)):
         pytest.skip(why_not)
     tensors = quantize(weight(160, 96), get_scheme("w8a8")).tensors
     x, added = weight(rows, 96), weight(1, 160)[0] if bias else None

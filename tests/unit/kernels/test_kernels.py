@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
+from kernels_by_scheme import LINEAR_KERNELS, linear_kernels
 from torch import nn
 
 from qarl.errors import UserError
@@ -19,15 +20,13 @@ from qarl.kernels.base import LinearKernel
 from qarl.kernels.cpu import torch_linears as cpu
 from qarl.kernels.cpu import vllm_linears
 from qarl.kernels.reference import ReferenceW4A16Linear, quantize_fp8, quantize_int8
-from qarl.kernels.registry import LINEAR_KERNELS, choose_linear_kernel
+from qarl.kernels.registry import choose_linear_kernel
 from qarl.process import configure_vllm_process
 from qarl.quant import QuantizedTensor, get_scheme, quantize
 
 CPU = torch.device("cpu")
 KERNELS = [
-    pytest.param(scheme, kernel, id=f"{scheme}-{kernel.name}")
-    for scheme, kernels in LINEAR_KERNELS.items()
-    for kernel in kernels
+    pytest.param(scheme, kernel, id=f"{scheme}-{kernel.name}") for scheme, kernel in LINEAR_KERNELS
 ]
 
 
@@ -45,10 +44,8 @@ def make_input(rows: int, features: int) -> torch.Tensor:
     return x.bfloat16()
 
 
-def available(
-    scheme: str, kernel: type[LinearKernel], shape: tuple[int, int]
-) -> type[LinearKernel]:
-    if reason := kernel.unavailable(scheme, CPU, shape):
+def available(kernel: type[LinearKernel], shape: tuple[int, int]) -> type[LinearKernel]:
+    if reason := kernel.unavailable(CPU, shape):
         pytest.skip(f"{kernel.name}: {reason}")
     return kernel
 
@@ -65,7 +62,7 @@ def uninitialized_memory_is_nan() -> Iterator[None]:
 @pytest.mark.parametrize(("scheme", "kernel"), KERNELS)
 def test_a_row_depends_on_nothing_but_itself(scheme, kernel, uninitialized_memory_is_nan):
     """Not on how many rows there are, on their strides, or on what the memory held before."""
-    kernel = available(scheme, kernel, (96, 384))
+    kernel = available(kernel, (96, 384))
     prepared = kernel.prepare(make_weight(scheme, (96, 384)).tensors)
     x = make_input(600, 384)
     whole = kernel.linear(x, prepared, None)
@@ -185,9 +182,7 @@ def test_kernels_have_the_bits_of_vllms_kernel_classes(scheme, shape, threads):
     q = make_weight(scheme, shape)
     theirs = {"w8a8": vllm_int8, "fp8": vllm_fp8}[scheme](q)
     serving = [
-        kernel
-        for kernel in LINEAR_KERNELS[scheme]
-        if kernel.unavailable(scheme, CPU, shape) is None
+        kernel for kernel in linear_kernels(scheme) if kernel.unavailable(CPU, shape) is None
     ]
     # On CPUs with AMX one kernel has vLLM's bits; elsewhere all that know them.
     tiles = [kernel for kernel in serving if kernel is vllm_linears.VllmCpuInt8TilesLinear]
@@ -223,7 +218,7 @@ def test_fp8_by_scaled_mm_has_the_same_bits(monkeypatch):
 def test_the_int8_handler_outlives_the_wire_tensors(monkeypatch):
     """It holds a bare pointer to its scales: freed memory would be multiplied by."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # tiles need no handler
-    kernel = available("w8a8", vllm_linears.VllmCpuInt8Linear, (256, 256))
+    kernel = available(vllm_linears.VllmCpuInt8Linear, (256, 256))
     q, x = make_weight("w8a8", (256, 256)), make_input(5, 256)
     prepared = kernel.prepare(q.tensors)
     expected = kernel.linear(x, prepared, None)
@@ -253,16 +248,16 @@ def test_the_int4_layout_equals_vllms_own_repacking():
 
 
 def test_kernel_choice_names_its_reason():
-    choice = choose_linear_kernel("w4a16", torch.device("meta"), (64, 64))
+    choice = choose_linear_kernel(get_scheme("w4a16"), torch.device("meta"), (64, 64))
     assert choice.kernel is ReferenceW4A16Linear and "runs on cpu" in choice.reason
-    choice = choose_linear_kernel("w4a16", CPU, (48, 64))
+    choice = choose_linear_kernel(get_scheme("w4a16"), CPU, (48, 64))
     assert choice.kernel is ReferenceW4A16Linear and "multiples of 32" in choice.reason
-    choice = choose_linear_kernel("w4a8", torch.device("meta"), (64, 64))
+    choice = choose_linear_kernel(get_scheme("w4a8"), torch.device("meta"), (64, 64))
     assert choice.reason == "reference; not qarl_cpu_w4a8: runs on cpu, not on meta"
     with pytest.raises(
         UserError, match=r"(?s)'vllm_cpu_wna16' cannot multiply by w4a16.*multiples of 32"
     ):
-        choose_linear_kernel("w4a16", CPU, (48, 64), force="vllm_cpu_wna16")
+        choose_linear_kernel(get_scheme("w4a16"), CPU, (48, 64), force="vllm_cpu_wna16")
 
 
 @needs_w4a16_cpu
@@ -278,7 +273,9 @@ def test_int8_runs_the_operator_that_vllm_picks_for_this_cpu(monkeypatch, tiles)
     for shape in ((64, 64), (72, 64), (64, 48), (16, 32), (33, 47)):
         served = layers.check_cpu_sgl_kernel(*shape, torch.int8)
         assert vllm_linears._int8_tiles_serve(shape) == served, shape
-        assert choose_linear_kernel("w8a8", CPU, shape).kernel.name == expected[served], shape
+        assert (
+            choose_linear_kernel(get_scheme("w8a8"), CPU, shape).kernel.name == expected[served]
+        ), shape
 
 
 @pytest.mark.long
@@ -287,7 +284,7 @@ def test_the_first_product_of_a_process_may_be_one_of_tiles():
     """Linux answers with an illegal instruction if nobody asked for the tiles before."""
     program = (
         "import torch; from qarl.kernels.cpu.vllm_linears import VllmCpuWNA16Linear as kernel; "
-        "kernel.unavailable('w4a16', torch.device('cpu'), (32, 32)); "
+        "kernel.unavailable(torch.device('cpu'), (32, 32)); "
         "packed, scale = torch.ones(32, 4, dtype=torch.int32), torch.ones(32, 1).bfloat16(); "
         "tensors = {'weight_packed': packed, 'weight_scale': scale}; "
         "print(kernel.linear(torch.ones(1, 32).bfloat16(), kernel.prepare(tensors), None).shape)"

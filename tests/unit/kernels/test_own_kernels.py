@@ -13,13 +13,13 @@ from compressed_tensors.compressors import unpack_from_int32
 from qarl.config.quant import KERNELS
 from qarl.errors import UserError
 from qarl.kernels.cpu.torch_linears import CpuW4A8Linear, DequantizedW4A16Linear
-from qarl.kernels.registry import OWN_KERNELS, choose_linear_kernel, kernels_of
+from qarl.kernels.registry import choose_linear_kernel, kernels_of
 from qarl.quant import get_scheme, quantize
 from qarl.schemes import scheme_names
 
 CPU = torch.device("cpu")
 needs_int8 = pytest.mark.skipif(
-    CpuW4A8Linear.unavailable("w4a8", CPU, (64, 64)) is not None,
+    CpuW4A8Linear.unavailable(CPU, (64, 64)) is not None,
     reason="this CPU's int8 products are not exact",
 )
 SHAPES = [(96, 128, 32), (576, 192, 64), (33, 256, 128), (8, 64, 64)]
@@ -90,20 +90,21 @@ def test_every_table_has_a_kernel_or_a_reason(
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if kernels == "engine":
-        assert (scheme == "bf16") == (not kernels_of(kernels, scheme))
+        assert (scheme == "bf16") == (not kernels_of(kernels, get_scheme(scheme).operands))
         return
     if expected := ON_A_CPU.get((kernels, scheme)):
-        if expected == "dequantized" or CpuW4A8Linear.unavailable("w4a8", CPU, (64, 64)) is None:
+        if expected == "dequantized" or CpuW4A8Linear.unavailable(CPU, (64, 64)) is None:
             assert (
-                choose_linear_kernel(scheme, CPU, (64, 64), kernels=kernels).kernel.name == expected
+                choose_linear_kernel(get_scheme(scheme), CPU, (64, 64), kernels=kernels).kernel.name
+                == expected
             )
         return
     words = (
         "runs on GPUs, not on cpu"
-        if scheme in OWN_KERNELS[kernels]
+        if kernels_of(kernels, get_scheme(scheme).operands)
         else f"kernels for {scheme}: none"
     )
     with pytest.raises(
         UserError, match=rf"(?s)no kernel of quant.kernels={kernels} can multiply.*{words}"
     ):
-        choose_linear_kernel(scheme, CPU, (64, 64), kernels=kernels)
+        choose_linear_kernel(get_scheme(scheme), CPU, (64, 64), kernels=kernels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,22 +17,26 @@ from qarl.kernels.cuda import layer_ops as gpu_ops
 from qarl.kernels.cuda import vllm_linears as on_gpu
 from qarl.kernels.triton import linears as triton
 from qarl.kernels.vllm_experts import CpuExperts, VllmCpuBf16Experts, VllmMarlinExperts
+from qarl.schemes import UNQUANTIZED, get_scheme
+from qarl.schemes.base import BF16_BF16
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SHAPE = ExpertsShape(experts=4, top_k=2, hidden=96, intermediate=64)
 MARLIN, FP8_MARLIN = "VLLM_MARLIN_INPUT_DTYPE", "VLLM_TEST_FORCE_FP8_MARLIN"
 REASONS: list[tuple[Callable[[], str | None], str]] = [
-    (lambda: CpuExperts.unavailable("w4a8", CPU, SHAPE, 32), "does not support w4a8"),
-    (lambda: CpuExperts.unavailable("w4a16", CPU, SHAPE, 33), "even group size"),
-    (lambda: VllmCpuBf16Experts.unavailable("bf16", GPU, SHAPE, None), "on cpu, not on cuda"),
-    (lambda: VllmCpuBf16Experts.unavailable("w4a16", CPU, SHAPE, 32), "only BF16 weights"),
+    (lambda: CpuExperts.unavailable(get_scheme("w4a8"), CPU, SHAPE), "does not support w4a8"),
     (
-        lambda: VllmCpuBf16Experts.unavailable("bf16", CPU, SHAPE._replace(hidden=90), None),
+        lambda: CpuExperts.unavailable(replace(get_scheme("w4a16"), group_size=33), CPU, SHAPE),
+        "even group size",
+    ),
+    (lambda: VllmCpuBf16Experts.unavailable(UNQUANTIZED, GPU, SHAPE), "on cpu, not on cuda"),
+    (
+        lambda: VllmCpuBf16Experts.unavailable(UNQUANTIZED, CPU, SHAPE._replace(hidden=90)),
         "hidden size in multiples",
     ),
-    (lambda: VllmMarlinExperts.unavailable("w4a16", GPU, SHAPE, 32), MARLIN),
-    (lambda: on_gpu.VllmMarlinLinear.unavailable("w4a16", GPU, (64, 64)), MARLIN),
-    (lambda: on_gpu.VllmCutlassFP8Linear.unavailable("fp8", GPU, (64, 64)), FP8_MARLIN),
+    (lambda: VllmMarlinExperts.unavailable(get_scheme("w4a16", 32), GPU, SHAPE), MARLIN),
+    (lambda: on_gpu.VllmMarlinLinear.unavailable(GPU, (64, 64)), MARLIN),
+    (lambda: on_gpu.VllmCutlassFP8Linear.unavailable(GPU, (64, 64)), FP8_MARLIN),
     (lambda: on_gpu._unusable.__wrapped__("no_operator"), "this vLLM build has no no_operator"),
     (
         lambda: on_cpu.cpu_ops_missing.__wrapped__("no_operator"),
@@ -40,7 +45,7 @@ REASONS: list[tuple[Callable[[], str | None], str]] = [
     (lambda: layer_ops.attention_unavailable.__wrapped__("cuda", 64), "only on cpu"),
     (lambda: layer_ops.attention_unavailable.__wrapped__("cpu", 7), "no head size 7"),
     (on_gpu._unusable_moe.__wrapped__, "no moe_wna16_marlin_gemm, moe_sum"),
-    (lambda: triton.unavailable("bf16", GPU), "no GPU in this machine"),
+    (lambda: triton.unavailable(BF16_BF16, GPU), "no GPU in this machine"),
     (lambda: torch_linears.int8_unavailable(CPU), "no AVX512 VNNI"),
 ]
 

@@ -19,6 +19,7 @@ from qarl.kernels.base import ExpertsShape
 from qarl.kernels.cuda import vllm_linears as vllm_cuda
 from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel
 from qarl.process import configure_vllm_process
+from qarl.schemes import get_scheme
 
 configure_vllm_process()
 MOE = "vllm.model_executor.layers.fused_moe"
@@ -99,7 +100,10 @@ def test_linears_are_what_vllm_would_choose(
     expected: str,
 ) -> None:
     pretend_cuda(*capability)
-    assert choose_linear_kernel(scheme, GPU, shape, group_size=group_size).kernel.name == expected
+    assert (
+        choose_linear_kernel(get_scheme(scheme, group_size or 128), GPU, shape).kernel.name
+        == expected
+    )
     if scheme == "w4a16":
         linear = importlib.import_module(LINEAR)
         sizes = shape[::-1], shape[::-1]
@@ -116,21 +120,19 @@ def test_what_vllm_disables_is_not_chosen(
     monkeypatch.setenv(
         "VLLM_DISABLED_KERNELS", "MacheteLinearKernel,CutlassFP8ScaledMMLinearKernel"
     )
-    choice = choose_linear_kernel("w4a16", GPU, BIG, group_size=128)
+    choice = choose_linear_kernel(get_scheme("w4a16", 128), GPU, BIG)
     assert choice.kernel.name == "vllm_marlin"
     assert choice.passed_over[-1] == "vllm_machete: here vLLM itself runs MarlinLinearKernel"
-    assert "VLLM_DISABLED_KERNELS" in (
-        vllm_cuda.VllmCutlassFP8Linear.unavailable("fp8", GPU, BIG) or ""
-    )
+    assert "VLLM_DISABLED_KERNELS" in (vllm_cuda.VllmCutlassFP8Linear.unavailable(GPU, BIG) or "")
 
 
 def test_groups_that_vllm_cannot_multiply_go_to_others(pretend_cuda: Any) -> None:
     pretend_cuda(9, 0)
-    choice = choose_linear_kernel("w4a16", GPU, BIG, group_size=256)
+    choice = choose_linear_kernel(get_scheme("w4a16", 256), GPU, BIG)
     assert not choice.kernel.name.startswith("vllm")
     assert "vllm_marlin: supports group sizes 32, 64, 128, not 256" in choice.passed_over
     with pytest.raises(UserError, match="not 256"):
-        choose_linear_kernel("w4a16", GPU, BIG, group_size=256, force="vllm_machete")
+        choose_linear_kernel(get_scheme("w4a16", 256), GPU, BIG, force="vllm_machete")
 
 
 @pytest.mark.parametrize(
@@ -152,30 +154,30 @@ def test_the_choice_is_vllms(
     expected: str,
 ) -> None:
     pretend_cuda(*capability)
-    choice = choose_experts_kernel(scheme, GPU, QWEN3_30B, group_size=group_size)
+    choice = choose_experts_kernel(get_scheme(scheme, group_size or 128), GPU, QWEN3_30B)
     assert choice.kernel.name == expected
 
 
 def test_what_vllm_does_otherwise_is_said(pretend_cuda: Any) -> None:
     pretend_cuda(9, 0)
     marlin, cutlass = vllm_experts.VllmMarlinExperts, vllm_experts.VllmCutlassExperts
-    why_not = marlin.unavailable("w4a16", GPU, QWEN3_30B._replace(intermediate=96), 32)
+    why_not = marlin.unavailable(get_scheme("w4a16", 32), GPU, QWEN3_30B._replace(intermediate=96))
     assert why_not in (
         "vLLM pads an intermediate size of 96 to a multiple of 64",
         "here vLLM itself runs CompressedTensorsWNA16MoEMethod",  # vLLM 0.24 does not pad
     )
     for one_group in ({"intermediate": 128}, {"hidden": 128}):
         assert "one group per row" in (
-            marlin.unavailable("w4a16", GPU, QWEN3_30B._replace(**one_group), 128) or ""
+            marlin.unavailable(get_scheme("w4a16", 128), GPU, QWEN3_30B._replace(**one_group)) or ""
         )
     both = QWEN3_30B._replace(hidden=128, intermediate=128)
-    assert marlin.unavailable("w4a16", GPU, both, 128) is None
-    why_not = marlin.unavailable("w4a16", GPU, QWEN3_30B._replace(hidden=2048 + 64), 32)
+    assert marlin.unavailable(get_scheme("w4a16", 128), GPU, both) is None
+    why_not = marlin.unavailable(get_scheme("w4a16", 32), GPU, QWEN3_30B._replace(hidden=2048 + 64))
     assert (
         why_not and why_not.startswith("here vLLM itself runs ") and "MarlinExperts" not in why_not
     )
     assert "multiples of 16" in (
-        cutlass.unavailable("fp8", GPU, QWEN3_30B._replace(hidden=2040), None) or ""
+        cutlass.unavailable(get_scheme("fp8"), GPU, QWEN3_30B._replace(hidden=2040)) or ""
     )
     pretend_cuda(10, 0)
-    assert cutlass.unavailable("fp8", GPU, QWEN3_30B, None)
+    assert cutlass.unavailable(get_scheme("fp8"), GPU, QWEN3_30B)

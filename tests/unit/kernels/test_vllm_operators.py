@@ -16,13 +16,13 @@ import torch
 pytest.importorskip("vllm")
 
 from expert_cases import make, stacked
+from kernels_by_scheme import linear_kernels
 
 from qarl.kernels import vllm_experts
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.cuda import vllm_linears
 from qarl.kernels.int4 import unpack_int4
 from qarl.kernels.reference import quantize_fp8, quantize_int8
-from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme, quantize
 
@@ -113,7 +113,7 @@ def test_linears(kernel: Any, scheme: str, group_size: int, bias: bool) -> None:
     torch.manual_seed(0)
     for shape in ((192, 128), (192, 256), (256, 384)):
         tensors = quantize(torch.randn(shape).bfloat16(), get_scheme(scheme, group_size)).tensors
-        reference = LINEAR_KERNELS[scheme][-1]
+        reference = linear_kernels(scheme)[-1]
         added = torch.randn(shape[0]).bfloat16() if bias else None
         for rows in (0, 1, 7):
             x = torch.randn(2 * rows, shape[1] + 3).bfloat16()[::2, 3:]

@@ -11,13 +11,13 @@ import torch
 import transformers
 from compressed_tensors_rule import PRESETS, compressed_tensors_compress
 from expert_cases import exact, off
+from kernels_by_scheme import experts_kernels
 from random_models import save_random_model
 from same_bytes import same_bytes
 from torch import nn
 
 from qarl.align.levels import bf16_experts
 from qarl.errors import UserError
-from qarl.kernels.registry import BF16_KERNELS, EXPERTS_KERNELS
 from qarl.quant import (
     QuantExperts,
     get_scheme,
@@ -30,10 +30,8 @@ from qarl.quant.experts import STACKS, ExpertsInOneCopy, unstacked, unstacked_sh
 from qarl.schemes import UNQUANTIZED
 
 LOW_BIT = ("w4a16", "w8a8", "fp8")
-KERNELS = [*((s, k.name) for s, kernels in EXPERTS_KERNELS.items() for k in kernels)] + [
-    ("bf16", kernel.name) for kernel in BF16_KERNELS
-]
 SCHEMES = (*LOW_BIT, "bf16")
+KERNELS = [(scheme, kernel.name) for scheme in SCHEMES for kernel in experts_kernels(scheme)]
 GROUP = 32
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 96, 64
 

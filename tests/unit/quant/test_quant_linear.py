@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compressed_tensors.compressors import unpack_from_int32
+from kernels_by_scheme import LINEAR_KERNELS
 from random_models import save_random_model
 from same_bytes import same_bytes
 from torch import nn
@@ -16,7 +17,6 @@ from torch import nn
 from qarl.errors import UserError
 from qarl.kernels.cpu.vllm_linears import VllmCpuInt8TilesLinear
 from qarl.kernels.reference import quantize_fp8, quantize_int8
-from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.quant import (
     QuantLinear,
     get_scheme,
@@ -26,9 +26,7 @@ from qarl.quant import (
     quantize_model,
 )
 
-KERNELS = [
-    (scheme, kernel.name) for scheme, kernels in LINEAR_KERNELS.items() for kernel in kernels
-]
+KERNELS = [(scheme, kernel.name) for scheme, kernel in LINEAR_KERNELS]
 
 
 def make_layer(

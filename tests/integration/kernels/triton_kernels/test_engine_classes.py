@@ -31,7 +31,7 @@ CUTS = ([1, 7, 64, 228], [292, 7, 1])
 @pytest.fixture
 def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
     """The scheme, inside the vLLM config of an engine that was asked for our kernels."""
-    if reason := unavailable(request.param, torch.device(DEVICE)):
+    if reason := unavailable(get_scheme(request.param).operands, torch.device(DEVICE)):
         pytest.skip(reason)
     configure_vllm_process()
     from vllm.config import VllmConfig, set_current_vllm_config

@@ -12,6 +12,7 @@ from qarl.kernels.int4 import dequantize_int4
 from qarl.kernels.triton.linears import unavailable
 from qarl.kernels.triton.quantize import quantize_tokens
 from qarl.quant import QuantLinear, get_scheme
+from qarl.schemes.base import INT4_BF16
 
 NAMES = ["triton", "triton_batch_invariant"]
 
@@ -61,5 +62,5 @@ def test_forward_and_gradients_without_a_bf16_copy_of_the_weight(
 
 @pytest.mark.skipif(not INTERPRETED, reason="the CPU is served under the interpreter only")
 def test_the_interpreter_serves_the_cpu_and_nothing_else() -> None:
-    assert unavailable("w4a16", torch.device("cpu")) is None
-    assert "not on meta" in str(unavailable("w4a16", torch.device("meta")))
+    assert unavailable(INT4_BF16, torch.device("cpu")) is None
+    assert "not on meta" in str(unavailable(INT4_BF16, torch.device("meta")))

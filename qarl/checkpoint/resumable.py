@@ -203,11 +203,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE_FILE
     if not path.is_file():
-        raise CheckpointError(
-            f"there is no checkpoint in {folder}",
-            why=f"it has no {STATE_FILE}" if folder.is_dir() else "there is no such folder",
-            fix="use a folder that a run has written: OUTPUT_DIR/NAME/checkpoints/step_N",
-        )
+        raise _no_checkpoint(folder)
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         whole = state.pop("digest") == _digest(state)
@@ -221,6 +217,21 @@ def _read_state(folder: Path) -> dict[str, Any]:
             fix="resume with the version of QaRL that wrote it; its versions are in state.json",
         )
     return state
+
+
+def _no_checkpoint(folder: Path) -> CheckpointError:
+    why = f"it has no {STATE_FILE}"
+    fix = "use a folder that a run has written: OUTPUT_DIR/NAME/checkpoints/step_N"
+    if not folder.is_dir():
+        why = "it is a file" if folder.exists() else "there is no such folder"
+    elif (folder / "actor").is_dir():
+        why = f"{why}; it is a checkpoint of backend=verl"
+        fix = "set backend=verl, or use a checkpoint of the local backend"
+    else:
+        inside = list_checkpoints(folder) or list_checkpoints(folder / "checkpoints")
+        if inside:
+            fix = f"give the folder of one checkpoint, such as {inside[0][1]}"
+    return CheckpointError(f"there is no checkpoint in {folder}", why=why, fix=fix)
 
 
 def damaged(folder: Path, why: str) -> CheckpointError:

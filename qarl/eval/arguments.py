@@ -10,10 +10,11 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from qarl.checkpoint.storage import EXPORT
+from qarl.checkpoint.storage import EXPORT, SUMMARY_FILE
 from qarl.config import Config, load_config
 from qarl.config.command_arguments import OutputFile
 from qarl.config.lora import FOLDER
+from qarl.console import note
 from qarl.errors import UserError
 
 BF16 = "bf16"
@@ -88,6 +89,8 @@ def settings_of(request: EvalRequest) -> Settings:
             where=str(request.model),
             fix="give runs/NAME, or against=FOLDER with a BF16 model",
         )
+    if is_run:
+        note_unfinished(request.model)
     config = load_config([f"config={request.model / 'config.yaml'}"]) if is_run else None
     if config and config.lora.r and request.against == BF16:
         raise UserError(
@@ -139,6 +142,22 @@ def settings_of(request: EvalRequest) -> Settings:
         else 0.0,
         *lengths_of(request, config),
     )
+
+
+def note_unfinished(run: Path) -> None:
+    """Print a note if the run has failed or did not reach its last step, so that its model is not the one asked for."""
+    try:
+        summary = json.loads((run / SUMMARY_FILE).read_text(encoding="utf-8"))
+        failed = summary["failed"]
+        steps = summary["steps"]
+        finished = summary["finished"]
+    except (OSError, ValueError, LookupError, TypeError):
+        note(f"{run} has no summary, so the run is going on or was killed")
+        return
+    if failed:
+        note(f"{run} failed after step {steps}: {failed}")
+    elif not finished:
+        note(f"{run} was interrupted after step {steps}")
 
 
 def lengths_of(request: EvalRequest, config: Config | None) -> tuple[int, int]:

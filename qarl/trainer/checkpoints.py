@@ -18,7 +18,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -275,22 +275,35 @@ def _other_prompts(trainer: LocalTrainer) -> UserError:
     return UserError(what, where="data.train_files", why=why, fix=fix)
 
 
+def refuse_other_model(checkpoint: Checkpoint, model_files: Sequence[Path]) -> None:
+    """Raise UserError if tensors of the checkpoint have other shapes than those of the same names in `model_files`, the
+    safetensors files of `model.path`. Nothing but the headers is read."""
+    saved = header_shapes(weight_files(checkpoint.folder))
+    there = header_shapes(model_files)
+    differing = [name for name in saved if name in there and saved[name] != there[name]]
+    if differing:
+        raise _other_model(checkpoint, min(differing))
+
+
 @torch.no_grad()
 def _load_weights(policy: Policy, checkpoint: Checkpoint) -> None:
     ours = dict(forward_weights(policy))
-    shapes = header_shapes(weight_files(checkpoint.folder))
-    differing = {
-        name: tuple(tensor.shape) for name, tensor in ours.items()
-    }.items() ^ shapes.items()
+    saved = header_shapes(weight_files(checkpoint.folder))
+    now = {name: tuple(tensor.shape) for name, tensor in ours.items()}
+    differing = {name for name, _ in now.items() ^ saved.items()}
     if differing:
-        raise UserError(
-            "the checkpoint belongs to a different model",
-            where=f"{checkpoint.folder}: {min(differing)[0]}",
-            why="this tensor is only in the checkpoint, or only in the model, or has different shapes",
-            fix="set model.path to the model that the run started with",
-        )
+        raise _other_model(checkpoint, min(differing))
     for name, tensor in read_tensors(checkpoint.folder):
         ours[name].copy_(tensor)
+
+
+def _other_model(checkpoint: Checkpoint, name: str) -> UserError:
+    return UserError(
+        "the checkpoint belongs to a different model",
+        where=f"{checkpoint.folder}: {name}",
+        why="this tensor is only in the checkpoint, or only in the model, or has different shapes",
+        fix="set model.path to the model that the run started with",
+    )
 
 
 def forward_weights(policy: Policy) -> list[tuple[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ from qarl.config import Config, write_resolved
 from qarl.console import stage
 from qarl.metrics.tracker import Tracker, write_versions
 from qarl.report.page import update_report
-from qarl.trainer.checkpoints import Checkpoints
+from qarl.trainer.checkpoints import Checkpoints, refuse_other_model
 from qarl.trainer.finish import finish_run
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.prepare import RunParts, check_inputs, load_parts, prepare_run
@@ -84,6 +84,8 @@ def train_in_run_folder(config: Config, *, started: float) -> dict[str, Any]:
     parts: list[RunParts] = []
 
     def prepare(checkpoint: Checkpoint | None) -> None:
+        if checkpoint is not None:
+            refuse_other_model(checkpoint, inputs.weight_files)
         parts.append(load_parts(config, inputs))
 
     with open_run(config, inputs.record, prepare) as checkpoint:

@@ -156,7 +156,7 @@ def find_start(config: Config, record: Record | None = None) -> Start:
         return Start(fresh="trainer.resume_mode=disable")
     if settings.resume_from_path is not None:
         start = _descendant(config, Path(settings.resume_from_path))
-        start = start or Start(open_checkpoint(Path(settings.resume_from_path)))
+        start = start or Start(_given(Path(settings.resume_from_path)))
     elif is_finished(run_dir):
         return Start(fresh=why_fresh(run_dir), notes=_how_to_extend(config))
     else:
@@ -311,6 +311,15 @@ def _newest(run_dir: Path) -> Start:
             "fresh",
         )
     return Start(checkpoint, tuple(problems))
+
+
+def _given(folder: Path) -> Checkpoint:
+    """Return the checkpoint that `trainer.resume_from_path` names."""
+    try:
+        return open_checkpoint(folder)
+    except CheckpointError as error:
+        where = "trainer.resume_from_path"
+        raise CheckpointError(error.what, where=where, why=error.why, fix=error.fix) from error
 
 
 def _descendant(config: Config, origin: Path) -> Start | None:

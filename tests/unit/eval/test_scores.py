@@ -209,3 +209,29 @@ def test_the_other_model_counts_too(tmp_path: Path) -> None:
     model = model_with(tmp_path / "model", 4096)
     settings = settings_of(EvalRequest(model=model, files="x.parquet", against=str(small)))
     assert settings.max_prompt_length + settings.max_response_length == 300
+
+
+SUMMARIES = {
+    "failed": (
+        '{"steps": 2, "finished": false, "failed": "no verdict"}',
+        "failed after step 2: no",
+    ),
+    "interrupted": ('{"steps": 2, "finished": false, "failed": null}', "interrupted after step 2"),
+    "killed": (None, "has no summary"),
+    "finished": ('{"steps": 2, "finished": true, "failed": null}', ""),
+}
+
+
+@pytest.mark.parametrize("case", SUMMARIES)
+def test_a_run_that_did_not_finish_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    summary, words = SUMMARIES[case]
+    if summary is not None:
+        (tmp_path / "summary.json").write_text(summary)
+    (tmp_path / "config.yaml").write_text("unknown_key: 1")
+    with pytest.raises(UserError, match="unknown_key"):
+        settings_of(EvalRequest(tmp_path))
+    printed = capsys.readouterr().err
+    assert words in printed and printed.startswith(f"note: {tmp_path} " if words else "")
+    assert bool(printed) is bool(words)

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 from ends import BOOM, FAILING, STEPS, End, cells, check_end, restored_limit, write_run
+from random_models import save_random_model
 
 from qarl.checkpoint.export_folder import MARK, why_foreign
+from qarl.checkpoint.resumable import _digest
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine
 from qarl.rollout.publish.manifest import PublishReport
@@ -372,3 +374,39 @@ def test_what_is_deleted_while_the_last_files_are_written_is_not_claimed(train, 
     ended = summary()
     assert ended["finished"] is False and "checkpoint" not in ended
     assert "was deleted or moved" in ended["failed"] and "export" in ended["not_exported"]
+
+
+def test_a_checkpoint_to_resume_from_is_checked_before_the_weights_are_loaded(train, monkeypatch):
+    monkeypatch.setattr(Trainer, "at_step", at(2, interrupt))
+    assert train("trainer.save_freq=2", "name=first")[0] == 130
+    monkeypatch.setattr(Trainer, "at_step", at(0, fail))
+    good = Path("runs/first/checkpoints/step_2")
+    Path("verl/actor").mkdir(parents=True)
+    shutil.copytree(good, "half")
+    Path("half/model.safetensors").unlink()
+    shutil.copytree(good, "older")
+    state = json.loads(Path("older/state.json").read_text())
+    del state["inputs"], state["digest"]  # as a checkpoint without a record of its inputs
+    state["digest"] = _digest(state)
+    Path("older/state.json").write_text(json.dumps(state))
+    cases = {
+        "runs/nowhere": "there is no such folder",
+        "run.yaml": "it is a file",
+        "model": "it has no state.json",
+        "verl": "it is a checkpoint of backend=verl",
+        "runs/first": f"such as {good}",
+        "half": "model.safetensors cannot be read",
+    }
+
+    def refused(path: str, words: str, *overrides: str) -> None:
+        keys = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}", *overrides]
+        code, printed = train("name=second", *keys)
+        assert code == 2 and words in printed and printed.count("error: ") == 1, printed
+        assert "loading the weights" not in printed and not Path("runs/second").exists()
+
+    for path, words in cases.items():
+        refused(path, words)
+    refused(str(good), "the config changes what is trained", "optim.lr=0.5")
+    shutil.rmtree("model")
+    save_random_model(Path("model"), tie=True, intermediate_size=64)
+    refused("older", "the checkpoint belongs to a different model")

@@ -115,6 +115,13 @@ class SignFinder:
         return signs
 
 
+_CONTRIBUTIONS = ("actor/zero_centred_loss_pos", "actor/zero_centred_loss_neg")
+_CONTRIBUTIONS_TO_ROLLOUT = (
+    "actor/rollout_zero_centred_loss_pos",
+    "actor/rollout_zero_centred_loss_neg",
+)
+
+
 def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics that only the rules use, as far as `metrics` has what they are made of.
 
@@ -126,9 +133,8 @@ def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     derived: dict[str, float] = {}
     with suppress(KeyError, TypeError):
-        names = ("zero_centred_loss_pos", "zero_centred_loss_neg")
-        contributions = [metrics[f"actor/{name}"] for name in names]
-        to_rollout = [metrics[f"actor/rollout_{name}"] for name in names]
+        contributions = [metrics[name] for name in _CONTRIBUTIONS]
+        to_rollout = [metrics[name] for name in _CONTRIBUTIONS_TO_ROLLOUT]
         net = sum(to_rollout) - sum(contributions)
         derived |= {"skew/net": net, "skew/own": sum(map(abs, contributions))}
     update = metrics.get("actor/update_size", math.nan)

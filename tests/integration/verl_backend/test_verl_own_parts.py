@@ -70,8 +70,6 @@ def test_own_parts_train_in_verl_without_a_mismatch(tmp_path: Path) -> None:
         assert metrics["actor/grad_norm"] > 0
         assert metrics["mismatch/abs_max"] == 0.0
     assert marker.exists()
-    packed = [
-        tensor for name, tensor in read_tensors(run / "export") if "weight_packed" in name
-    ]
+    packed = [tensor for name, tensor in read_tensors(run / "export") if "weight_packed" in name]
     codes = torch.cat([unpack_int4(tensor).flatten() for tensor in packed])
     assert (codes.min().item(), codes.max().item()) == (-7, 7)

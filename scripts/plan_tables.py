@@ -22,6 +22,7 @@ from qarl.bench.report import markdown_table
 from qarl.checks.memory import estimate
 from qarl.checks.memory_parts import GIB
 from qarl.doctor.model import TIGHT
+from qarl.kernels.cuda.vllm_linears import VllmMarlinLinear
 from qarl.schemes import engine_scheme_names
 
 GPU = "h100"
@@ -124,7 +125,7 @@ def _longest(name: str, room: float) -> str:
     source = find_model(name)
     positions = source.config["max_position_embeddings"]
     kernels = dict.fromkeys(
-        source.size.linears().values(), "vllm_marlin"
+        source.size.linears().values(), VllmMarlinLinear
     )  # stores its own copy of the weights
     for tokens in (2**power for power in range(15, 8, -1) if PROMPT + 2**power <= positions):
         work = Work(model=name, prompts=64, n=8, prompt_length=PROMPT)

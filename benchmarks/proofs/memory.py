@@ -16,6 +16,7 @@ from qarl.checks.memory import estimate
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, build_config
 from qarl.config.level import Level
+from qarl.kernels.cpu.vllm_linears import VllmCpuWNA16Linear
 
 RANKS = 2
 PROMPT = 64
@@ -105,7 +106,7 @@ def run_config() -> Config:
 
 def predict(config: Row) -> Row:
     size = ModelSize.from_config(config)
-    kernels = dict.fromkeys(size.linears().values(), "vllm_cpu_wna16")
+    kernels = dict.fromkeys(size.linears().values(), VllmCpuWNA16Linear)
     plan = estimate(size, run_config(), device="cpu", level=Level.LINEARS, kernels=kernels)
     elsewhere = ("vLLM", "libraries")
     counted = [part for part in plan.parts if not part.name.startswith(elsewhere)]

@@ -19,6 +19,7 @@ from qarl.align.families import FAMILIES
 from qarl.align.model_config import ENGINE_ACTIVATIONS
 from qarl.align.rotary import head_size_of, is_plain, match_rotary
 from qarl.config.level import Level
+from qarl.kernels.base import Kernel
 from qarl.kernels.cpu import layer_ops
 from qarl.process import vllm_unusable, vllm_without_device
 
@@ -37,7 +38,7 @@ def resolve_level(
     asked: Level,
     *,
     device_type: str,
-    kernels: Collection[str],
+    kernels: Collection[type[Kernel]],
     dtype: torch.dtype = torch.bfloat16,
     workers: int = 1,
     capability: tuple[int, int] | None = None,
@@ -46,7 +47,7 @@ def resolve_level(
 
     `exact` applies instead of `model` wherever it exists.
 
-    `kernels`: names of the kernels of the model's quantized linears. `workers`: number of workers that one engine is
+    `kernels`: those of the model's quantized linears. `workers`: number of workers that one engine is
     split over. `capability`: compute capability of the GPU. Default: that of this process's GPU, if it has one.
     """
     if not asked.follows_engine:
@@ -129,7 +130,7 @@ def exact_unavailable(
     config: Any,
     device_type: str,
     dtype: torch.dtype,
-    kernels: Collection[str],
+    kernels: Collection[type[Kernel]],
     capability: tuple[int, int] | None = None,
 ) -> str | None:
     """Return why level `exact` cannot be used for this config, device and dtype, or None if it can."""
@@ -137,7 +138,7 @@ def exact_unavailable(
         return why_not
     if device_type != "cpu":
         return f"is built for cpu, not for {device_type}"
-    if "reference" in kernels:
+    if any(kernel.reference for kernel in kernels):
         return "some linears or experts run the reference kernel, not the engine's"
     if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV", "0") != "0":
         return (

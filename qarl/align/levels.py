@@ -139,7 +139,7 @@ def align_model(
         asked,
         device_type=device_type,
         dtype=dtype or parameter.dtype,
-        kernels={layer.kernel.name for layer in (*layers, *experts.values())},
+        kernels={layer.kernel for layer in (*layers, *experts.values())},
         workers=workers,
     )
     reported = partial(AlignReport, asked, applied.level, applied.why_lower)

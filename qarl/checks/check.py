@@ -31,7 +31,7 @@ from qarl.data.prompts import (
 from qarl.data.reward_workers import Reward
 from qarl.data.scoring import find_reward
 from qarl.errors import UserError
-from qarl.kernels.base import ExpertsShape
+from qarl.kernels.base import ExpertsShape, Kernel
 from qarl.kernels.registry import Choice, choose_experts_kernel, choose_linear_kernel
 from qarl.quant.convert import linear_shapes
 from qarl.schemes import get_scheme
@@ -130,9 +130,10 @@ class RunInputs:
         return choices
 
     @property
-    def kernel_names(self) -> dict[tuple[int, int], str]:
+    def linear_kernels(self) -> dict[tuple[int, int], type[Kernel]]:
+        """The trainer's kernel for each [N, K] of a dense layer that has one."""
         return {
-            shape: choice.kernel.name
+            shape: choice.kernel
             for shape, choice in self.kernels.items()
             if isinstance(choice, Choice)
         }
@@ -153,20 +154,19 @@ class RunInputs:
         return choose_experts_kernel(scheme, device, shape)
 
     @property
-    def layouts(self) -> dict[tuple[int, int], str]:
-        """The kernel in whose layout the trainer has weights of [N, K], also of experts. Their reference kernel is left
-        out, because it reads the published tensors."""
-        if self.experts_kernel is None or self.experts_kernel.kernel.name == "reference":
-            return self.kernel_names
+    def trainer_kernels(self) -> dict[tuple[int, int], type[Kernel]]:
+        """The trainer's kernel for each [N, K], also of experts."""
+        if self.experts_kernel is None:
+            return self.linear_kernels
         experts = {shape for name, shape in self.quantized.items() if layers.of_expert(name)}
-        return dict.fromkeys(experts, self.experts_kernel.kernel.name) | self.kernel_names
+        return dict.fromkeys(experts, self.experts_kernel.kernel) | self.linear_kernels
 
     @cached_property
     def level(self) -> AppliedLevel:
         """The alignment level that applies, and the reasons why no higher one does. Kernels are asked only by the
         doctor; the trainer asks them when it builds the model."""
         self.model  # noqa: B018  a refused model has no level
-        kernels = set(self.kernel_names.values()) if self.plan else ()
+        kernels = set(self.linear_kernels.values()) if self.plan else ()
         machine = self.machine
         return applied_level(
             self.config, self.hf_config, machine.device, kernels, machine.capability

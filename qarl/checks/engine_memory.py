@@ -18,11 +18,12 @@ from qarl.checks.memory_parts import (
     quantized_linears,
     scheme_of,
 )
-from qarl.checks.model_size import ModelSize, prepared_bytes
+from qarl.checks.model_size import ModelSize, Shape
 from qarl.config.schema import BATCHED_TOKENS
 
 if TYPE_CHECKING:
     from qarl.config import Config
+    from qarl.schemes import Scheme
 
 ENGINE_WORKSPACE_BYTES = GIB
 """A rough allowance for vLLM's forward, in addition to weights and KV cache."""
@@ -31,8 +32,6 @@ ENGINE_ASLEEP_BYTES = 2 * GIB
 ENGINE_GROUP_BYTES = GIB
 """A rough allowance for what it keeps in addition if its model is split over GPUs: buffers of NCCL and of vLLM's own
 all-reduce, and the graphs' copies of them."""
-ENGINE_KERNELS = {("qarl", "w4a8"): "qarl_cpu_w4a8", ("dequantized", "w4a16"): "dequantized"}
-"""(`quant.kernels`, scheme) -> the kernel whose layout replaces the published tensors in the engine."""
 
 
 def not_shared(size: ModelSize, config: Config) -> int:
@@ -44,23 +43,35 @@ def not_shared(size: ModelSize, config: Config) -> int:
     packed = 2 * sum(n * k for name, (n, k) in size.linears().items() if name not in quantized)
     for name, shape in quantized.items():
         if ".experts." in name and scheme.experts_repacked_on_cpus:
-            packed += prepared_bytes(scheme.name, "vllm_cpu", config.quant.group_size, shape)
+            packed += repacked_expert(scheme, shape)
         elif scheme.repacked_on_cpus or own_layouts:
             packed += scheme.wire_bytes(*shape)
     return packed
 
 
+def repacked_expert(scheme: Scheme, shape: Shape) -> int:
+    """Return the bytes of an expert's matrix as an engine on a CPU holds it."""
+    from qarl.kernels.vllm_experts import CpuExperts
+
+    return CpuExperts.prepared_bytes(scheme, shape)
+
+
 def own_layout(size: ModelSize, config: Config) -> int:
     """Return how many more bytes than the published tensors the engine holds because of `quant.kernels`."""
+    if config.quant.kernels == "engine":
+        return 0
+    from qarl.kernels.registry import own_kernel
+
     scheme = scheme_of(config)
-    group = config.quant.group_size
-    kernel = ENGINE_KERNELS.get((config.quant.kernels, scheme.name))
-    shapes = quantized_linears(size, config).values()
-    each = (
-        prepared_bytes(scheme.name, kernel, group, shape) - scheme.wire_bytes(*shape)
-        for shape in shapes
-    )
-    return sum(each) if kernel else 0
+    kernel = own_kernel(config.quant.kernels, scheme.operands)
+    if kernel is None:
+        return 0
+    more = 0
+    for shape in quantized_linears(size, config).values():
+        prepared = kernel.prepared_bytes(scheme, shape)
+        if prepared:
+            more += prepared - scheme.wire_bytes(*shape)
+    return more
 
 
 def gathered_adapters(size: ModelSize, config: Config) -> int:

@@ -34,6 +34,7 @@ from qarl.errors import UserError
 
 if TYPE_CHECKING:
     from qarl.config import Config
+    from qarl.kernels.base import Kernel
 
 RUNTIME_BYTES = 3 * GIB // 2
 """A rough allowance for a process's libraries, CUDA context and communication buffers."""
@@ -114,7 +115,7 @@ def estimate(
     device: str,
     gpu_memory_bytes: int = 0,
     level: Level | None = None,
-    kernels: Mapping[Shape, str] | None = None,
+    kernels: Mapping[Shape, type[Kernel]] | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of the run on one GPU, or of one rank on CPU.
 
@@ -122,8 +123,8 @@ def estimate(
         device: "cuda" or "cpu".
         gpu_memory_bytes: memory of the GPU. vLLM takes the share `rollout.gpu_memory_utilization`.
         level: the level that is applied, if it differs from `quant.align`.
-        kernels: maps [N, K] to the name of the trainer's kernel. For a shape without an entry, the kernel is assumed
-            to read the published tensors.
+        kernels: maps [N, K] to the trainer's kernel. For a shape without an entry, the kernel is assumed to read
+            the published tensors.
     """
     level = level or config.quant.align
     arithmetic = block_arithmetic(level, device, has_experts=bool(size.experts))

@@ -18,6 +18,7 @@ from qarl.checks.exactness import exceptions
 from qarl.checks.layers import meta_model
 from qarl.config import Config
 from qarl.errors import UserError
+from qarl.kernels.base import Kernel
 from qarl.process import runs_on_cpu
 from qarl.vllm_versions import check_head_dtype
 
@@ -69,12 +70,12 @@ def applied_level(
     config: Config,
     hf_config: Any,
     device: str | None = None,
-    kernels: Collection[str] = (),
+    kernels: Collection[type[Kernel]] = (),
     capability: int | None = None,
 ) -> AppliedLevel:
     """Return the alignment level that applies, and the reasons if it is lower than `quant.align`.
 
-    `device`: "cpu" or "cuda". Default: this machine's. `kernels`: names of the trainer's kernels, if they are known.
+    `device`: "cpu" or "cuda". Default: this machine's. `kernels`: the trainer's kernels, if they are known.
     `capability`: that of the GPUs, times ten. Default: this process's. Without a GPU in this process, 9.0 is assumed.
     """
     return resolve_level(

@@ -169,23 +169,3 @@ def _mlp(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:
         f"{prefix}up_proj": (intermediate, hidden),
         f"{prefix}down_proj": (hidden, intermediate),
     }
-
-
-def prepared_bytes(scheme: str, kernel: str | None, group_size: int, shape: Shape) -> int:
-    """Return the bytes of a weight's copy in the layout of `kernel`, or 0 if the kernel reads the published tensors."""
-    n, k = shape
-    if kernel == "vllm_cpu":  # the experts' kernel, which calls one for linears
-        kernel = {"w4a16": "vllm_cpu_wna16", "w8a8": "vllm_cpu_int8", "fp8": "vllm_cpu_fp8"}[scheme]
-    if kernel == "reference":
-        return 2 * n * k if scheme == "w4a16" else 0
-    if kernel == "dequantized":
-        return 2 * n * k
-    if kernel == "qarl_cpu_w4a8":
-        return n * k + 4 * n * (k // group_size)
-    if kernel in ("vllm_cpu_wna16", "vllm_machete", "vllm_marlin", "vllm_marlin_experts"):
-        return n * k // 2 + 2 * n * (k // group_size)
-    return {
-        "vllm_cpu_int8": n * k + 4 * n,
-        "torch_int8": n * k + 4 * n,
-        "vllm_cpu_fp8": 4 * n * k + 4 * n,
-    }.get(kernel or "", 0)

@@ -23,7 +23,8 @@ P is the number of weights, R the number of trainer processes over which FSDP2 s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qarl.checks.memory_parts import (
@@ -38,28 +39,18 @@ from qarl.checks.memory_parts import (
     ranks,
     scheme_of,
 )
-from qarl.checks.model_size import ModelSize, Shape, prepared_bytes
+from qarl.checks.model_size import ModelSize, Shape
 from qarl.config.level import Level
 from qarl.config.optimizers import OTHER_STATE_BYTES, get_optimizer
-from qarl.schemes import UNQUANTIZED
+from qarl.schemes import UNQUANTIZED, Scheme
 
 if TYPE_CHECKING:
     from qarl.config import Config
+    from qarl.kernels.base import Kernel
 
 STEP_BYTES = 16
 """Temporary bytes per weight of the parameter that a step is updating: direction or bias-corrected moments, and the
 results of Newton-Schulz or of the division. The fused `torch.optim.AdamW` needs no temporary memory."""
-OWN_INPUT_GRADIENT = frozenset(
-    {
-        "triton",
-        "triton_batch_invariant",
-        "vllm_machete",
-        "vllm_marlin",
-        "vllm_cutlass_int8",
-        "vllm_cutlass_fp8",
-    }
-)
-"""Kernels that compute the input gradient themselves. They hold only one layer's dequantized weight at a time."""
 
 
 def optimizer_state(size: ModelSize, config: Config) -> int:
@@ -168,69 +159,92 @@ def gathered(size: ModelSize, config: Config, level: Level) -> list[Part]:
     ]
 
 
+@dataclass(frozen=True)
+class LowBitBytes:
+    """Bytes of the quantized weights of a model.
+
+    wire        each weight's published tensors, by name
+    prepared    the same in the layout of its kernel, or 0 if the kernel reads the published tensors
+    transient   each BF16 weight [N, K] that the backward makes and drops, and the largest stack of experts
+    kept        each BF16 weight that the forward makes and the backward multiplies
+    """
+
+    wire: Mapping[str, int]
+    prepared: Mapping[str, int]
+    transient: Sequence[int]
+    kept: Sequence[int]
+
+    @classmethod
+    def of(
+        cls,
+        scheme: Scheme,
+        quantized: Mapping[str, Shape],
+        kernels: Mapping[Shape, type[Kernel]],
+        stack_bytes: int,
+    ) -> LowBitBytes:
+        """`stack_bytes`: bytes of one layer's largest stack of experts, in BF16."""
+        wire: dict[str, int] = {}
+        prepared: dict[str, int] = {}
+        transient = [0]
+        kept = []
+        for name, shape in quantized.items():
+            kernel = kernels.get(shape)
+            wire[name] = scheme.wire_bytes(*shape)
+            prepared[name] = kernel.prepared_bytes(scheme, shape) if kernel else 0
+            dequantized = UNQUANTIZED.wire_bytes(*shape)
+            if is_of_expert(name):  # dequantized one layer's stack at a time
+                transient.append(stack_bytes)
+            elif kernel is not None and kernel.computes_input_gradient:
+                transient.append(dequantized)
+            elif kernel is None or not kernel.holds_dequantized:
+                kept.append(dequantized)
+        return cls(wire, prepared, transient, kept)
+
+
+def is_of_expert(name: str) -> bool:
+    return ".experts." in name
+
+
 def low_bit(
-    size: ModelSize, config: Config, level: Level, kernels: Mapping[Shape, str]
+    size: ModelSize, config: Config, level: Level, kernels: Mapping[Shape, type[Kernel]]
 ) -> list[Part]:
     """Return the parts for quantized weights, for their copies in the kernels' layout, and for dequantized weights."""
     quantized = quantized_linears(size, config) if level.low_bit else {}
     if not quantized:
         return []
     scheme = scheme_of(config)
-    group = config.quant.group_size
-    wire = {name: scheme.wire_bytes(*shape) for name, shape in quantized.items()}
-    prepared = {
-        name: prepared_bytes(scheme.name, kernels.get(shape), group, shape)
-        for name, shape in quantized.items()
-    }
-    # Experts are dequantized for each backward, one layer's stack at a time, and not kept.
-    linears = [shape for name, shape in quantized.items() if ".experts." not in name]
-    experts = (
-        2 * size.experts * size.moe_intermediate * size.hidden
-        if len(linears) < len(quantized)
-        else 0
-    )
-    own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [
-        2 * experts
-    ]
-    # The kernel "dequantized" already holds this weight.
-    other = [
-        2 * n * k
-        for n, k in linears
-        if kernels.get((n, k)) not in (*OWN_INPUT_GRADIENT, "dequantized")
-    ]
+    gate_up = (2 * size.experts * size.moe_intermediate, size.hidden)
+    each = LowBitBytes.of(scheme, quantized, kernels, UNQUANTIZED.wire_bytes(*gate_up))
+    wire = sum(each.wire.values())
+    one_dequantized = max([*each.transient, *each.kept])
     blocks = [quantized.keys() & size.block_linears(i).keys() for i in range(size.layers)]
-    if config.backend == "verl" and not config.lora.r:
-        restored = max(sum(wire[name] for name in block if ".experts." in name) for block in blocks)
+    restored = 0
+    if scheme.packs_codes:
+        restored = max(
+            sum(each.wire[name] for name in block if is_of_expert(name)) for block in blocks
+        )
+    if config.lora.r:  # a frozen layer is stored once; a pass converts it and drops the result
+        converted = max(restored, *each.prepared.values())
+        return [
+            Part("low-bit tensors", wire),
+            Part("a layer in another layout", converted, ("old_log_prob", "update")),
+            Part("dequantized weight of one layer, BF16", one_dequantized, ("update",)),
+        ]
+    if config.backend == "verl":
         gathered = max(
-            sum(prepared[name] for name in block if ".experts." not in name) for block in blocks
+            sum(each.prepared[name] for name in block if not is_of_expert(name)) for block in blocks
         )
         return [
-            Part("low-bit tensors, sharded", sum(wire.values()) // ranks(config)),
+            Part("low-bit tensors, sharded", wire // ranks(config)),
             Part("a gathered block in the kernels' layout", gathered, ("old_log_prob", "update")),
-            Part(
-                "experts of one layer, restored", restored if scheme.packs_codes else 0, ("update",)
-            ),
-            Part("dequantized weight of one layer, BF16", max([*own, *other]), ("update",)),
+            Part("experts of one layer, restored", restored, ("update",)),
+            Part("dequantized weight of one layer, BF16", one_dequantized, ("update",)),
         ]
-    if (
-        config.lora.r
-    ):  # a frozen layer is stored once; a forward or a backward converts it and drops the result
-        stacks = [0]
-        if scheme.packs_codes:
-            stacks = [sum(wire[name] for name in block if ".experts." in name) for block in blocks]
-        return [
-            Part("low-bit tensors", sum(wire.values())),
-            Part(
-                "a layer in another layout",
-                max([*prepared.values(), *stacks]),
-                ("old_log_prob", "update"),
-            ),
-            Part("dequantized weight of one layer, BF16", max([*own, *other]), ("update",)),
-        ]
+    dequantized = sum(each.kept) + max(each.transient)
     return [
-        Part("low-bit tensors", sum(wire.values())),
-        Part("low-bit tensors in the kernels' layout", sum(prepared.values())),
-        Part("dequantized weights for the backward, BF16", sum(other) + max(own), ("update",)),
+        Part("low-bit tensors", wire),
+        Part("low-bit tensors in the kernels' layout", sum(each.prepared.values())),
+        Part("dequantized weights for the backward, BF16", dequantized, ("update",)),
     ]
 
 
@@ -256,7 +270,7 @@ def has_reference(config: Config) -> bool:
 
 
 def reference(
-    size: ModelSize, config: Config, level: Level, kernels: Mapping[Shape, str]
+    size: ModelSize, config: Config, level: Level, kernels: Mapping[Shape, type[Kernel]]
 ) -> list[Part]:
     """Return the part for the reference policy of a KL term, which with verl is in host memory on GPUs."""
     if not has_reference(config):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from qarl.checks.model_size import ModelSize, Shape
 from qarl.config import Config
 from qarl.config.ignored_layers import is_ignored, resolve_ignored
 from qarl.errors import UserError
+from qarl.kernels.base import Kernel
 from qarl.kernels.registry import Choice
 from qarl.process import vllm_unusable
 from qarl.rollout.chosen_kernel import chosen_kernel
@@ -131,40 +132,30 @@ def trainer_kernels(
     yield from (
         Finding.of(refusal) for refusal in kernels.values() if isinstance(refusal, UserError)
     )
-    served: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    names_of: dict[Choice, list[str]] = {}
     for name, shape in quantized.items():
-        if isinstance(choice := kernels.get(shape), Choice) and not layers.of_expert(name):
-            served.setdefault((choice.kernel.name, choice.passed_over), []).append(name)
-    for (kernel, passed_over), names in served.items():
-        yield _kernel(
-            machine, kernel, passed_over, f"{len(names)} layers", layer_lines(names, quantized)
-        )
+        choice = kernels.get(shape)
+        if isinstance(choice, Choice) and not layers.of_expert(name):
+            names_of.setdefault(choice, []).append(name)
+    for choice, names in names_of.items():
+        yield _kernel(machine, choice, f"{len(names)} layers", layer_lines(names, quantized))
     if experts_kernel is not None:
         experts = [name for name in quantized if layers.of_expert(name)]
-        name = experts_kernel.kernel.name
-        passed_over = experts_kernel.passed_over
-        yield _kernel(
-            machine,
-            name,
-            passed_over,
-            f"{len(experts)} matrices of experts",
-            layer_lines(experts, quantized),
-        )
+        weights = f"{len(experts)} matrices of experts"
+        yield _kernel(machine, experts_kernel, weights, layer_lines(experts, quantized))
 
 
-def _kernel(
-    machine: Machine, kernel: str, passed_over: Iterable[str], served: str, lines: tuple[str, ...]
-) -> Finding:
+def _kernel(machine: Machine, choice: Choice, weights: str, lines: tuple[str, ...]) -> Finding:
     """Return a finding on the trainer's kernel for some weights. The reference is exact, but slow."""
-    what = f"trainer: {kernel} multiplies {served}"
-    why = "; ".join(passed_over)
-    if kernel != "reference":
+    what = f"trainer: {choice.kernel.name} multiplies {weights}"
+    why = "; ".join(choice.passed_over)
+    if not choice.kernel.reference:
         return ok(what + (f" (not {why})" if why else ""), lines=lines)
     if machine.here:
         return warning(
             what, why=why, fix="expect slow steps: this machine has no faster kernel", lines=lines
         )
-    what = f"not checked: which kernel of the trainer multiplies {served}"
+    what = f"not checked: which kernel of the trainer multiplies {weights}"
     return note(
         what,
         why=f"this machine lacks what {machine.name} runs",
@@ -266,7 +257,7 @@ def planned_memory(
     machine: Machine,
     size: ModelSize,
     level: AppliedLevel,
-    layouts: dict[Shape, str],
+    trainer_kernels: dict[Shape, type[Kernel]],
 ) -> Findings:
     """Compare the memory estimate with the memory of the machine."""
     if not machine.on_cpu and machine.gpu_memory_bytes is None:
@@ -279,7 +270,7 @@ def planned_memory(
         device=machine.device,
         gpu_memory_bytes=machine.gpu_memory_bytes or 0,
         level=level.level,
-        kernels=layouts,
+        kernels=trainer_kernels,
     )
     phase, needed = plan.peak
     remedy = REMEDIES[phase].replace(_SHARD, _ADAPTED) if config.lora.r else REMEDIES[phase]

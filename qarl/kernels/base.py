@@ -86,14 +86,20 @@ class PreparedWeight(NamedTuple):
 class Kernel:
     """What kernels of linears and of experts say of themselves.
 
-    name              as in reports, logs and `force`
-    layout            a layout of int4 weights that `prepare` also accepts, so that FSDP2 can gather it, or None
-    engines_order     whether it sums in the order of the rollout engine's kernel, as level `exact` needs
+    name                     as in reports, logs and `force`
+    layout                   a layout of int4 weights that `prepare` also accepts, so that FSDP2 can gather it, or None
+    reference                whether it is plain PyTorch for any machine, which is slow and sums in another order than
+                             the rollout engine
+    computes_input_gradient  whether a linear's `backward_input` exists. If not, dX is the product with the dequantized
+                             weight, which is kept until the backward
+    holds_dequantized        whether `prepare` returns the BF16 weight, so that the backward needs no other copy
     """
 
     name: ClassVar[str]
     layout: ClassVar[Layout | None] = None
-    engines_order: ClassVar[bool] = True
+    reference: ClassVar[bool] = False
+    computes_input_gradient: ClassVar[bool] = False
+    holds_dequantized: ClassVar[bool] = False
 
     @classmethod
     def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
@@ -106,12 +112,12 @@ class Kernel:
 class LinearKernel(Kernel):
     """A kernel that computes y = x Q(W)^T + b. By default it multiplies unquantized activations.
 
-    operands                 what it multiplies
-    options                  the values of quant.kernels that may choose it
-    group_sizes              the supported group sizes, or None if all are supported
-    computes_input_gradient  whether `backward_input` exists. If not, dX is the product with the dequantized weight
-    holds_dequantized        whether `prepare` returns the BF16 weight, so that the backward needs no other copy
-    quantize_input           x BF16 [M, K] -> 8 bits [M, K] and FP32 scales [M, 1], or None if x is not quantized
+    operands            what it multiplies
+    options             the values of quant.kernels that may choose it
+    group_sizes         the supported group sizes, or None if all are supported
+    quantize_input      x BF16 [M, K] -> 8 bits [M, K] and FP32 scales [M, 1], or None if x is not quantized
+    rounds_like_cuda    whether activations are rounded as by vLLM on CUDA (`qarl.kernels.reference.quantize_int8_cuda`)
+    input_gradient_by   the kernel whose `backward_input` this one takes, or None
 
     Of a kernel with an option of its own (not only "engine") `prepare` returns a `PreparedWeight`, whose two tensors
     the engine keeps as the parameters of a layer (`qarl.rollout.vllm_plugin.own_linears`).
@@ -120,9 +126,9 @@ class LinearKernel(Kernel):
     operands: ClassVar[Operands]
     options: ClassVar[tuple[str, ...]] = ("engine",)
     group_sizes: ClassVar[tuple[int, ...] | None] = None
-    computes_input_gradient: ClassVar[bool] = False
-    holds_dequantized: ClassVar[bool] = False
     quantize_input: ClassVar[Any] = None
+    rounds_like_cuda: ClassVar[bool] = False
+    input_gradient_by: ClassVar[type[LinearKernel] | None] = None
 
     @classmethod
     def unavailable(cls, device: torch.device, shape: tuple[int, int]) -> str | None:
@@ -149,7 +155,9 @@ class LinearKernel(Kernel):
     @classmethod
     def backward_input(cls, grad: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """Return dX BF16 [M, K] from grad BF16 [M, N], any strides, and the wire tensors."""
-        raise NotImplementedError
+        if cls.input_gradient_by is None:
+            raise NotImplementedError
+        return cls.input_gradient_by.backward_input(grad, tensors)
 
     @classmethod
     def linear(cls, x: torch.Tensor, prepared: Any, bias: torch.Tensor | None) -> torch.Tensor:

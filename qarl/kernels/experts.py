@@ -281,7 +281,7 @@ class ReferenceExperts(_GroupedExperts):
 
     name = "reference"
     operands = (*LOW_BIT, BF16_BF16)
-    engines_order = False
+    reference = True
 
     @staticmethod
     def unavailable(scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:

@@ -78,7 +78,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 class _Reference(LinearKernel):
     name = "reference"
-    engines_order = False
+    reference = True
 
     @staticmethod
     def unavailable(device: torch.device, shape: tuple[int, int]) -> str | None:

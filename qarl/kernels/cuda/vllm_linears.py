@@ -188,10 +188,7 @@ class _PackedLinear(LinearKernel):
 
     operands = INT4_BF16
     computes_input_gradient = True
-
-    @staticmethod
-    def backward_input(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return TritonW4A16Linear.backward_input(grad, tensors)
+    input_gradient_by = TritonW4A16Linear
 
 
 class VllmMacheteLinear(_PackedLinear):
@@ -321,10 +318,8 @@ class _CutlassLinear(LinearKernel):
     """Base of the two 8-bit kernels. `cutlass_scaled_mm` computes (sum * token scale) * weight scale."""
 
     computes_input_gradient = True
-
-    @staticmethod
-    def backward_input(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return TritonW8A8Linear.backward_input(grad, tensors)
+    input_gradient_by = TritonW8A8Linear
+    rounds_like_cuda = True
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:

@@ -46,6 +46,7 @@ def unavailable(operands: Operands, device: torch.device) -> str | None:
 class _TritonLinear(LinearKernel):
     name = "triton"
     computes_input_gradient = True
+    rounds_like_cuda = True
     batch_invariant = False
 
     @classmethod

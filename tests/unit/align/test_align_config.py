@@ -29,6 +29,7 @@ from qarl.config.level import Level
 from qarl.doctor.examination import run_checks
 from qarl.errors import UserError
 from qarl.kernels.cpu import layer_ops
+from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.process import vllm_missing
 from qarl.trainer.prepare import prepare_run
 
@@ -140,7 +141,7 @@ def test_rotary_embeddings_that_both_sides_make_are_served_at_level_model(family
         ({"hidden_act": "gelu"}, {}, "0", "hidden_act silu"),
         ({}, {"dtype": torch.float16}, "0", "BF16 weights"),
         ({}, {"device_type": "mps"}, "0", "cpu and cuda"),
-        ({}, {"kernels": {"reference"}}, "0", "reference kernel"),
+        ({}, {"kernels": {ReferenceW4A16Linear}}, "0", "reference kernel"),
         ({}, {}, "1", "depends on the batch"),
     ],
 )

@@ -29,8 +29,7 @@ from qarl.checks.engine_memory import (
 from qarl.checks.memory import OFFLOAD, RUNTIME_BYTES, estimate
 from qarl.checks.memory_parts import GIB
 from qarl.checks.model_size import ModelSize
-from qarl.checks.weight_memory import OWN_INPUT_GRADIENT
-from qarl.kernels.registry import LINEAR_KERNELS
+from qarl.kernels.cpu.vllm_linears import VllmCpuWNA16Linear
 from qarl.quant.experts import QuantExperts
 from qarl.quant.state_dict import low_bit_layers
 
@@ -45,7 +44,7 @@ def test_a_token_in_the_kv_cache_by_hand() -> None:
 
 def test_the_local_trainer_by_hand() -> None:
     shapes = set(SMALL.linears().values())
-    memory = estimate(SMALL, run(), device="cpu", kernels=dict.fromkeys(shapes, "vllm_cpu_wna16"))
+    memory = estimate(SMALL, run(), device="cpu", kernels=dict.fromkeys(shapes, VllmCpuWNA16Linear))
     # Weight, scales and shape: q, o 2048 + 256 + 16; k, v 1024 + 128 + 16; gate, up, down 3072 + 384 + 16.
     wire = 2 * (2 * 2320 + 2 * 1168 + 3 * 3472)
     assert parts(memory) == {
@@ -98,16 +97,6 @@ def test_the_local_engine_sleeps_on_a_gpu() -> None:
     host = {part.name: part.bytes for part in memory.host}
     assert host.pop("vLLM's weights while it sleeps") == wire
     assert host == {part.name: part.bytes for part in awake.host}
-
-
-def test_the_kernels_with_their_own_input_gradient_are_the_registrys() -> None:
-    kernels = LINEAR_KERNELS
-    assert {
-        kernel.name for kernel in kernels if kernel.computes_input_gradient
-    } == OWN_INPUT_GRADIENT
-    assert {kernel.name for kernel in kernels if not kernel.computes_input_gradient}.isdisjoint(
-        OWN_INPUT_GRADIENT
-    )
 
 
 FEW_TOKENS = {"rollout__max_num_batched_tokens": 12, "rollout__max_num_seqs": 12}
@@ -203,7 +192,7 @@ def test_copies_in_the_kernels_layout_are_those_of_a_model_with_experts(
             )
         else:
             held += sum(tensor.nbytes for tensor in layer.prepared)
-    plan = parts(estimate(inputs.size, config, device="cpu", kernels=inputs.layouts))
+    plan = parts(estimate(inputs.size, config, device="cpu", kernels=inputs.trainer_kernels))
     assert plan["low-bit tensors in the kernels' layout"] == held
 
 
@@ -212,7 +201,7 @@ def test_a_frozen_base_is_there_once_and_a_layer_in_two_layouts() -> None:
     family, changes = FAMILIES["qwen3-moe"]
     experts = ModelSize.from_config(family(**SIZES | changes))
     for size, expected in ((SMALL, 3456), (experts, 4 * 3 * 1168)):
-        kernels = dict.fromkeys(size.linears().values(), "vllm_cpu_wna16")
+        kernels = dict.fromkeys(size.linears().values(), VllmCpuWNA16Linear)
         sizes = parts(estimate(size, run(lora__r=8), device="cpu", kernels=kernels))
         assert sizes["a layer in another layout"] == expected
 

@@ -24,7 +24,7 @@ from qarl.checkpoint.resumable import save_checkpoint
 from qarl.checks.block_arithmetic import block_arithmetic
 from qarl.checks.memory import checkpoint_bytes, estimate
 from qarl.checks.memory_parts import adapter_parameters
-from qarl.checks.model_size import ModelSize, prepared_bytes
+from qarl.checks.model_size import ModelSize
 from qarl.config.level import Level
 from qarl.kernels.cpu.torch_linears import (
     CpuW4A8Linear,
@@ -116,7 +116,7 @@ def test_bytes_that_kernels_prepare(scheme: str, kernel: Any) -> None:
         size += (
             3 * weight.numel()
         )  # kept as e4m3 where FP32 sums have other bits: less than is counted
-    assert prepared_bytes(scheme, kernel.name, 32, (96, 128)) == size
+    assert kernel.prepared_bytes(get_scheme(scheme, 32), (96, 128)) == size
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,7 @@ def test_a_reference_policy_is_as_large_as_what_it_holds(scheme: str, tmp_path: 
     }
     size = ModelSize.from_config(policy.model.config)
     kernels = {
-        tuple(layer.weight.shape): layer.kernel.name
-        for layer in low_bit_layers(policy.model).values()
+        tuple(layer.weight.shape): layer.kernel for layer in low_bit_layers(policy.model).values()
     }
     plain = estimate(
         size, config.model_copy(update={"actor": run().actor}), device="cpu", kernels=kernels

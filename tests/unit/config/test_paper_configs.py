@@ -21,6 +21,7 @@ from qarl.checks.memory_parts import GIB
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, load_config
 from qarl.doctor.model import TIGHT
+from qarl.kernels.triton.linears import TritonW4A16Linear
 from qarl.verl.config import verl_keys
 
 MODELS = {
@@ -173,8 +174,7 @@ def plan(config: Config) -> MemoryEstimate:
         config,
         device="cuda",
         gpu_memory_bytes=int(GPUS["h100"][1] * GIB),
-        align=config.quant.align,
-        kernels=dict.fromkeys(size.linears().values(), "triton"),
+        kernels=dict.fromkeys(size.linears().values(), TritonW4A16Linear),
     )
 
 

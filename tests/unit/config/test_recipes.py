@@ -18,6 +18,8 @@ from qarl.checks.memory_parts import GIB
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, load_config
 from qarl.doctor.model import TIGHT
+from qarl.kernels.cuda.vllm_linears import VllmMarlinLinear
+from qarl.kernels.triton.linears import TritonW4A16Linear
 
 PAGE = (ROOT / "docs/paper_runs.md").read_text(encoding="utf-8")
 LINES = PAGE.partition("\n| hardware |")[2].partition("\n\n")[0].splitlines()[2:]
@@ -34,14 +36,14 @@ def peak_gib(config: Config, model: str, gib: float) -> float:
     size = ModelSize.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     # FSDP2 gathers what Marlin reads, layer by layer; the local trainer has a copy of every layer that it trains.
     kernels = dict.fromkeys(
-        size.linears().values(), "vllm_marlin" if config.backend == "local" else "triton"
+        size.linears().values(),
+        VllmMarlinLinear if config.backend == "local" else TritonW4A16Linear,
     )
     plan = estimate(
         size,
         config,
         device="cuda",
         gpu_memory_bytes=int(gib * GIB),
-        align=config.quant.align,
         kernels=kernels,
     )
     return plan.peak[1] / GIB

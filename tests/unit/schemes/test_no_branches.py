@@ -22,8 +22,6 @@ NOT_YET = (
     "qarl/kernels/",
     "qarl/bench/kernel_cases.py",
     "qarl/bench/measured_process.py",
-    "qarl/checks/engine_memory.py",
-    "qarl/checks/model_size.py",
 )
 """Where tables of kernels still have the names of schemes as keys."""
 

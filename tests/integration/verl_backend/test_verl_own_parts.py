@@ -58,6 +58,10 @@ def test_own_parts_train_in_verl_without_a_mismatch(tmp_path: Path) -> None:
     changes = {
         "plugins": f"[{', '.join(map(str, files))}]",
         "quant.scheme": "w4a16_symmetric",
+        "rollout.n": 4,
+        "trainer.val_before_train": "false",
+        "actor.ppo_micro_batch_size_per_gpu": 4,
+        "actor.log_prob_micro_batch_size_per_gpu": 8,
         "optim.name": "lion",
         "optim.lr": 1e-4,
         "actor.loss": "cispo",

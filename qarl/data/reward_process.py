@@ -98,12 +98,24 @@ def load(spec: str) -> tuple[dict[str, Any], Any]:
         sys.path.append(str(Path(source).resolve().parent))
     try:
         function = get_reward_fn(spec)
-        return {"name": name_of(function)}, function
+        return {"name": name_of(function), "source": source_digest(function)}, function
     except UserError as error:
         words = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
     except BaseException as error:  # the user's module may raise anything
         words = {"what": f"cannot load {spec}: it {raised(error).what}", "where": "reward.function"}
     return words, None
+
+
+def source_digest(function: Any) -> str | None:
+    """Return the SHA-256 of the file in which `function` is written, or None if there is no such file."""
+    import hashlib
+    import inspect
+
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(function))
+        return hashlib.sha256(Path(file or "").read_bytes()).hexdigest()
+    except (TypeError, ValueError, OSError):
+        return None
 
 
 def tidy(folder: str) -> None:

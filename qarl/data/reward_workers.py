@@ -99,6 +99,7 @@ class WorkerReward:
         self._all: set[Worker] = set()
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
+        self._source: str | None = None
         weakref.finalize(self, _end, self._all, os.getpid())
 
     def load(self) -> None:
@@ -123,6 +124,7 @@ class WorkerReward:
             threads.shutdown(wait=False, cancel_futures=True)
         _end(self._all, os.getpid())
         self._idle.clear()
+        self._source = None
 
     def _executor(self) -> ThreadPoolExecutor:
         """Return the threads, one for each worker. Linux ends a worker when the thread that started it ends."""
@@ -140,10 +142,25 @@ class WorkerReward:
         self._all.add(worker)
         try:
             self.name = worker.load()
+            self._check_source(worker)
         except BaseException:
             self._discard(worker)
             raise
         return worker
+
+    def _check_source(self, worker: Worker) -> None:
+        """Raise UserError if the function's file has changed since the first worker loaded it: a worker that replaces
+        another, or is added, would score by another function."""
+        with self._lock:
+            first = self._source or worker.source
+            self._source = first
+        if worker.source != first:
+            raise UserError(
+                f"the file of the reward function {self.name} was changed during the run",
+                where="reward.function",
+                why="a worker process that was started later would score by another function than the others",
+                fix="restore the file and repeat the command, or start a new run with the changed function",
+            )
 
     def _ask(
         self, threads: ThreadPoolExecutor, arguments: Mapping[str, Any], timeout_s: float | None
@@ -186,10 +203,12 @@ class _EndedIdleError(Exception):
 
 
 class Worker:
-    """One worker process. `ended`: whether it was ended, or ended itself."""
+    """One worker process. `ended`: whether it was ended, or ended itself. `source`: a digest of the file of the
+    function that it has loaded, or None."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         self.ended = False
+        self.source: str | None = None
         self._spec: str = setup["function"]
         self._connection, theirs = Pipe()
         program = [
@@ -224,6 +243,7 @@ class Worker:
             raise UserError(what, where="reward.function", why=self._exit(), fix=fix) from None
         if "name" not in loaded:
             raise UserError(**loaded)
+        self.source = loaded["source"]
         return str(loaded["name"])
 
     def ask(self, arguments: Mapping[str, Any], timeout_s: float | None) -> Outcome:

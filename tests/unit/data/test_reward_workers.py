@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
 from qarl.data.prompts import Prompt
+from qarl.data.reward_workers import WorkerReward
 from qarl.data.scoring import find_reward, score_responses
 from qarl.errors import UserError
 
@@ -74,3 +77,26 @@ def test_the_end_of_a_process_is_named(file: Path, name: str, words: str) -> Non
 def test_time_in_the_queue_does_not_count(file: Path) -> None:
     reward = find_reward(f"{file}:slow_for_some", workers=1)
     assert score_responses(reward, rows(4), ["0.5"] * 4, timeout_s=1.5) == [1.0] * 4
+
+
+@pytest.mark.parametrize("how", ["untouched", "edited", "deleted"])
+def test_a_worker_that_starts_later_has_the_same_function(tmp_path: Path, how: str) -> None:
+    """A worker that has died between two calls, as for lack of memory, is replaced."""
+    file = tmp_path / "functions.py"
+    file.write_text(FUNCTIONS)
+    reward = find_reward(f"{file}:slow_for_some", 1)
+    assert isinstance(reward, WorkerReward)
+    assert score_responses(reward, rows(1), ["0"], timeout_s=5) == [1.0]
+    os.killpg(reward._idle[0]._process.pid, signal.SIGKILL)
+    if how == "untouched":
+        assert score_responses(reward, rows(1), ["0"], timeout_s=5) == [1.0]
+    elif how == "edited":
+        file.write_text(FUNCTIONS.replace("1.0", "0.0"))
+        with pytest.raises(UserError, match="was changed during the run"):
+            score_responses(reward, rows(1), ["0"], timeout_s=5)
+        assert score_responses(reward, rows(1), ["0"], timeout_s=5) == [0.0]  # all begin again
+    else:
+        file.unlink()
+        with pytest.raises(UserError, match=r"functions\.py"):
+            score_responses(reward, rows(1), ["0"], timeout_s=5)
+    reward.stop()

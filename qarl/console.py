@@ -90,7 +90,8 @@ def summary_text(
     import shlex
 
     lines = [f"\n{name}: {summary['steps']} steps, written to {folder}"]
-    shown = {key: value for key, value in summary.items() if value is not None and key != "steps"}
+    shown = {key: value for key, value in summary.items() if value is not None}
+    shown.pop("steps", None)
     if report:
         shown["report"] = folder / "report.html"
     if not summary.get("finished"):

@@ -73,8 +73,11 @@ def runs_on_cpu(backend: str) -> bool:
     """
     import torch
 
-    platform = os.environ.get("VERL_PLATFORM", "").strip().lower() if backend == "verl" else ""
-    return platform == "cpu" if platform else not torch.cuda.is_available()
+    if backend == "verl":
+        platform = os.environ.get("VERL_PLATFORM", "").strip().lower()
+        if platform:
+            return platform == "cpu"
+    return not torch.cuda.is_available()
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
@@ -89,8 +92,13 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
 def cpu_fields() -> dict[str, str]:
     """Return what Linux says about the first CPU, by name. The dict is empty without Linux."""
     file = Path("/proc/cpuinfo")
-    lines = (line.partition(":") for line in file.read_text().splitlines()) if file.exists() else ()
-    return {name.strip(): value.strip() for name, _, value in reversed([*lines])}
+    if not file.exists():
+        return {}
+    fields: dict[str, str] = {}
+    for line in file.read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    return fields
 
 
 class _VllmCpuAsVllm(importlib.metadata.Distribution):

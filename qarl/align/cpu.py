@@ -24,7 +24,7 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qarl.align.cpu_attention import engine_attention
 from qarl.kernels.cpu import bf16_linear, layer_ops
@@ -39,8 +39,8 @@ class AlignedRMSNorm(nn.Module):
     weight: nn.Parameter
     variance_epsilon: float
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        y: Tensor = _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
         return y
 
 
@@ -52,7 +52,7 @@ class _RMSNorm(torch.autograd.Function):
     BLOCK = 1 << 16
 
     @classmethod
-    def blocks(cls, *tensors: torch.Tensor) -> Any:
+    def blocks(cls, *tensors: Tensor) -> Any:
         hidden = tensors[0].shape[-1]
         return zip(
             *(t.reshape(-1, t.shape[-1]).split(max(cls.BLOCK // hidden, 1)) for t in tensors),
@@ -60,7 +60,7 @@ class _RMSNorm(torch.autograd.Function):
         )
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = x.new_empty(x.shape, dtype=weight.dtype)
         scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         for x_rows, y_rows, scale_rows in _RMSNorm.blocks(x, y, scale):
@@ -71,7 +71,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         weight32 = weight.float()
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -105,12 +105,12 @@ class AlignedAttention(nn.Module):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
         past_key_values: Any = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         if past_key_values is not None:
             how = {"attention_mask": attention_mask, "past_key_values": past_key_values}
             turns = _in_fp32(position_embeddings)
@@ -128,11 +128,11 @@ class AlignedAttention(nn.Module):
         kwargs |= {"dropout": self.attention_dropout if self.training else 0.0}
         kwargs |= {"sliding_window": self.sliding_window} if hasattr(self, "sliding_window") else {}
         attended, _ = engine_attention(self, *by_head, attention_mask, self.scaling, **kwargs)
-        output: torch.Tensor = self.o_proj(attended.flatten(-2))
+        output: Tensor = self.o_proj(attended.flatten(-2))
         return output, None
 
 
-def _in_fp32(turns: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_fp32(turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     cosines, sines = turns
     return cosines.float(), sines.float()
 
@@ -143,13 +143,13 @@ class _Turn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cosines, sines)
         return layer_ops.turn(query, key, cosines, sines)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         cosines, sines = ctx.saved_tensors
         grad_query, grad_key = grad_outputs
         return (*layer_ops.turn(grad_query, grad_key, cosines, -sines), None, None)
@@ -161,7 +161,7 @@ class AlignedLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         return bf16_linear.linear(input, self.weight, self.bias)
 
 
@@ -177,11 +177,11 @@ class AlignedDecoderLayer(nn.Module):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
+        hidden_states: Tensor,
         *,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[Tensor, Tensor],
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if not isinstance(self.self_attn, AlignedAttention):
             position_embeddings = _in_fp32(position_embeddings)
         normal = self.input_layernorm(hidden_states)
@@ -192,9 +192,9 @@ class AlignedDecoderLayer(nn.Module):
         return add_residual(self.mlp(self.post_attention_layernorm(hidden_states)), hidden_states)
 
 
-def add_residual(output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+def add_residual(output: Tensor, hidden_states: Tensor) -> Tensor:
     """Round `hidden_states` to BF16, add it to `output` (BF16) in FP32, and return the FP32 sum."""
-    total: torch.Tensor = _AddResidual.apply(output, hidden_states)
+    total: Tensor = _AddResidual.apply(output, hidden_states)
     return total
 
 
@@ -202,12 +202,12 @@ class _AddResidual(torch.autograd.Function):
     """The gradient passes the rounding unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, output: Tensor, hidden_states: Tensor) -> Tensor:
         ctx.dtypes = output.dtype, hidden_states.dtype
         return hidden_states.bfloat16().float().add_(output)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(grad_outputs[0].to(dtype) for dtype in ctx.dtypes)
 
 

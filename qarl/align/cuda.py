@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qarl.align.cpu import align_module
@@ -117,8 +117,8 @@ class CudaRMSNorm(nn.Module):
     variance_epsilon: float
     after_sum: bool
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _Norm.apply(
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        output: Tensor = _Norm.apply(
             hidden_states, self.weight, self.variance_epsilon, self.after_sum
         )
         return output
@@ -131,8 +131,8 @@ class CudaMLP(nn.Module):
     up_proj: nn.Module
     down_proj: nn.Module
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.down_proj(_SiluAndMul.apply(self.gate_proj(x), self.up_proj(x)))
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(_SiluAndMul.apply(self.gate_proj(x), self.up_proj(x)))
         return output
 
 
@@ -141,9 +141,9 @@ class CudaDecoderLayer(nn.Module):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
+        hidden_states: Tensor,
         *,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[Tensor, Tensor],
         **kwargs: Any,
     ) -> Any:
         cos, sin = position_embeddings
@@ -157,9 +157,7 @@ class CudaRotaryEmbedding(EngineRotaryEmbedding):
 
     config: Any
 
-    def forward(
-        self, x: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.turns or self.turns[0].device != x.device:
             engine = cpu_ops.engine_rotary(self.config, head_size_of(self.config))
             self.turns = cpu_ops.computed_turns(engine, x.device)
@@ -169,16 +167,14 @@ class CudaRotaryEmbedding(EngineRotaryEmbedding):
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, after_sum: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, after_sum: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.epsilon = epsilon
         return layer_ops.rms_norm(x, weight, epsilon, after_sum=after_sum)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         value = x.float()
         grad = grad_outputs[0].float()
@@ -192,13 +188,13 @@ class _Norm(torch.autograd.Function):
 
 class _SiluAndMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return layer_ops.silu_and_mul(gate, up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, ...]:
         gate, up = (tensor.float() for tensor in ctx.saved_tensors)
         grad = grad_outputs[0].float()
         sigmoid = torch.sigmoid(gate)
@@ -211,12 +207,12 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         scale: float,
         lengths: Lengths,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.scale = scale
         ctx.lengths = lengths
@@ -224,7 +220,7 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
             query, key, value = (tensor.transpose(0, 1)[None] for tensor in inputs)
@@ -234,14 +230,14 @@ class _Flash(torch.autograd.Function):
 
 def cuda_attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Return attention as BF16 [B, T, H, D]. `query` is [B, H, T, D]; `key` and `value` are [B, Hkv, T, D].
 
     Rows must start at position 0, and be packed or padded on the right. Raises ValueError for masks, key-value caches
@@ -264,6 +260,6 @@ def cuda_attention(
     return padded.index_put((valid,), output), None
 
 
-def _valid(lengths: Sequence[int], tokens: int, device: torch.device) -> torch.Tensor:
+def _valid(lengths: Sequence[int], tokens: int, device: torch.device) -> Tensor:
     """Return bool [rows, tokens]: whether a place of a row padded on the right has a token."""
     return torch.arange(tokens, device=device) < torch.tensor(lengths, device=device)[:, None]

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -55,9 +55,9 @@ def check_plain(level: Level, module: nn.Module, options: Mapping[str, Any]) -> 
 
 def check_whole_rows(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
     dropout: float,
     options: Mapping[str, Any],
 ) -> None:
@@ -77,16 +77,16 @@ def is_causal(module: nn.Module, options: Mapping[str, Any]) -> bool:
 
 
 def scored_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     *,
     causal: bool,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Return attention [B, t, H, D] with a cap of the scores.
 
     Products and sums are FP32 (FP64 for FP64 inputs), and the output is rounded once, as in the engine.
@@ -103,7 +103,7 @@ def scored_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     key, value = (tensor.repeat_interleave(groups, 1).to(wide) for tensor in (key, value))
 
-    def attend(start: int, part: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+    def attend(start: int, part: Tensor, seen: Tensor | None) -> Tensor:
         scores = (part.to(wide) @ key.transpose(2, 3) * scale / softcap).tanh() * softcap
         if seen is None and causal:
             places = torch.arange(start, start + part.shape[2], device=part.device)
@@ -128,13 +128,13 @@ def scored_attention(
 ROWS_ATTENTION = "qarl_rows"
 
 Lengths = tuple[int, ...]
-RowAttention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+RowAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Row number, query [1, H, t, D], key and value [1, Hkv, t, D] -> [1, t, H, D]."""
 _LENGTHS = WeakIdKeyDictionary()
 """Positions -> their version and lengths. All layers of a forward get the same tensor, so the host reads it once."""
 
 
-def register_attention(name: str, function: Callable[..., tuple[torch.Tensor, None]]) -> None:
+def register_attention(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
     """Register an attention function and `rows_mask` with transformers. A second call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -162,7 +162,7 @@ def attends_in_rows(model: Any) -> bool:
     return model._supports_attention_backend and (name.startswith("qarl_") or "flash" in name)
 
 
-def rows_mask(*, attention_mask: torch.Tensor | None = None, **how: Any) -> torch.Tensor | None:
+def rows_mask(*, attention_mask: Tensor | None = None, **how: Any) -> Tensor | None:
     """Return None for a pack, whose rows need no mask. Otherwise return the mask of transformers' `sdpa`.
 
     Arguments are those of transformers' `sdpa_mask`. transformers sets `allow_is_causal_skip` to False if it finds
@@ -176,9 +176,7 @@ def rows_mask(*, attention_mask: torch.Tensor | None = None, **how: Any) -> torc
     return sdpa_mask(attention_mask=attention_mask, **how)
 
 
-def lengths_of_rows(
-    query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any]
-) -> Lengths | None:
+def lengths_of_rows(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> Lengths | None:
     """Return the number of tokens of each row, or None if all rows of the forward are full.
 
     `query` [B, H, T, D], `key` [B, Hkv, keys, D]. `options`: the keyword arguments of an attention function. If B is 1,
@@ -203,7 +201,7 @@ def lengths_of_rows(
     return lengths
 
 
-def _lengths_of_positions(positions: torch.Tensor) -> Lengths | None:
+def _lengths_of_positions(positions: Tensor) -> Lengths | None:
     """Return the lengths of rows whose positions [1, T] each go up by 1, or None for a single row."""
     version = None if positions.is_inference() else positions._version
     known = _LENGTHS.get(positions)
@@ -222,11 +220,11 @@ def _lengths_of_positions(positions: torch.Tensor) -> Lengths | None:
 
 def in_rows(
     attend: RowAttention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     lengths: Lengths,
-) -> torch.Tensor:
+) -> Tensor:
     """Call `attend` for each row. Return [B, T, H, D], with zeros after the end of a padded row.
 
     `query` is [B, H, T, D]; `key` and `value` are [B, Hkv, T, D].
@@ -246,12 +244,12 @@ def in_rows(
 
 def rows_attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Return transformers' `sdpa` within each row, [B, T, H, D]. Shapes are as in `in_rows`.
 
     Raises:
@@ -268,7 +266,7 @@ def rows_attention(
     if fused and query.is_cuda and len(query) == 1 and sum(lengths) == query.shape[2]:
         return varlen_attention(query, key, value, lengths, options.get("scaling"), window), None
 
-    def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return _attend(module, query, key, value, _window_mask(query, window), options)
 
     return in_rows(attend, query, key, value, lengths), None
@@ -280,12 +278,12 @@ def _needs_scores(options: Mapping[str, Any]) -> bool:
 
 def _attend(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     options: Mapping[str, Any],
-) -> torch.Tensor:
+) -> Tensor:
     """Return attention [B, t, H, D] with the arguments `options`."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -296,7 +294,7 @@ def _attend(
     return scored_attention(query, key, value, mask, causal=causal, **how)
 
 
-def _window_mask(query: torch.Tensor, window: int | None) -> torch.Tensor | None:
+def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
     """Return bool [1, 1, t, t]: each token sees `window` tokens up to itself. None if it sees all before it."""
     length = query.shape[2]
     if window is None or length <= window:
@@ -306,13 +304,13 @@ def _window_mask(query: torch.Tensor, window: int | None) -> torch.Tensor | None
 
 
 def varlen_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     lengths: Lengths,
     scaling: float | None,
     window: int | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return causal attention within the rows of a pack on CUDA. Tensors are [1, heads, tokens, D] in BF16 or FP16.
 
     `key` and `value` may have fewer heads than `query`. PyTorch's operator divides their number itself (mha_varlen_fwd
@@ -333,12 +331,12 @@ def varlen_attention(
         window_size=(-1 if window is None else window - 1, 0),
         **grouped,
     )
-    attended: torch.Tensor = output[None]
+    attended: Tensor = output[None]
     return attended
 
 
 @lru_cache(maxsize=4)  # a forward and its backward have the same lengths in all layers
 @torch.inference_mode(False)  # else a backward could not save it
-def _ends(lengths: Lengths, device: torch.device) -> torch.Tensor:
+def _ends(lengths: Lengths, device: torch.device) -> Tensor:
     """Return 0 and the end of each row, int32 [rows + 1]."""
     return upload(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)

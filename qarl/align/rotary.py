@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qarl.kernels.cpu import layer_ops as cpu_ops
 
@@ -39,7 +39,7 @@ class RotaryMatch:
     near: bool
     error: float
     engine: str
-    turns: tuple[torch.Tensor, torch.Tensor] | None
+    turns: tuple[Tensor, Tensor] | None
 
 
 PARTIAL = ("nemotron",)
@@ -120,7 +120,7 @@ def head_size_of(config: Any) -> int:
     )
 
 
-def _turn(query: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+def _turn(query: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Rotate `query` [T, D] in FP32, as transformers' `apply_rotary_pos_emb` does. Cosines and sines are [T, D / 2]."""
     x = query.float()
     first, second = x.chunk(2, dim=-1)
@@ -128,9 +128,7 @@ def _turn(query: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> to
     return x * cosines.float().repeat(1, 2) + rotated * sines.float().repeat(1, 2)
 
 
-def _transformers_turn(
-    config: Any, positions: torch.Tensor, query: torch.Tensor
-) -> torch.Tensor | None:
+def _transformers_turn(config: Any, positions: Tensor, query: Tensor) -> Tensor | None:
     """Rotate `query` with transformers' own module. Return FP32 [T, D], or None if its cosines have a wrong size."""
     from transformers import AutoModelForCausalLM
 
@@ -155,10 +153,8 @@ def _transformers_turn(
 class EngineRotaryEmbedding(nn.Module):
     """Look up the cosines and sines of `position_ids` [B, T] in the engine's table. Return both as BF16 [B, T, D]."""
 
-    turns: tuple[torch.Tensor, torch.Tensor]
+    turns: tuple[Tensor, Tensor]
 
-    def forward(
-        self, x: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         cosines, sines = (part[position_ids] for part in self.turns)
         return torch.cat((cosines, cosines), dim=-1), torch.cat((sines, sines), dim=-1)

@@ -104,7 +104,8 @@ def worktree(checkout: Path, revision: str, folder: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run([*git, "remove", "--force", str(folder)], capture_output=True, check=False)
+        removal = [*git, "remove", "--force", str(folder)]
+        subprocess.run(removal, capture_output=True, check=False)
 
 
 def launch(tree: Path, checkout: Path, arguments: Arguments, folder: Path) -> Times:
@@ -126,7 +127,8 @@ def launch(tree: Path, checkout: Path, arguments: Arguments, folder: Path) -> Ti
         command, cwd=checkout, env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        lines = "\n".join((done.stderr or done.stdout).strip().splitlines()[-12:])
+        printed = (done.stderr or done.stdout).strip()
+        lines = "\n".join(printed.splitlines()[-12:])
         raise UserError("a run failed, so there is no figure", where=str(tree), why=lines)
     written = (folder / "against" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return times([json.loads(line) for line in written])
@@ -148,7 +150,9 @@ def times(history: Sequence[dict[str, Any]]) -> Times:
     keys = {
         name: f"timing_s/{key}" for name, key in PHASES.items() if f"timing_s/{key}" in steps[-1]
     }
-    medians = {name: statistics.median(entry[key] for entry in steps) for name, key in keys.items()}
+    medians = {}
+    for name, key in keys.items():
+        medians[name] = statistics.median(entry[key] for entry in steps)
     return medians | {"length": statistics.fmean(entry["response_length/mean"] for entry in steps)}
 
 

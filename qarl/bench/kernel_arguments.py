@@ -80,7 +80,8 @@ class Arguments:
         if self.shape:
             n, k = map(int, self.shape.split("x"))
             return [("custom", "layer", (n, k))]
-        models = [(source.name, linear_shapes(source)) for source in map(find_model, self.model)]
+        sources = map(find_model, self.model)
+        models = [(source.name, linear_shapes(source)) for source in sources]
         return [(name, layer, nk) for name, shapes in models for layer, nk in shapes.items()
                 if not self.layer or layer in self.layer]  # fmt: skip
 

@@ -129,9 +129,10 @@ def measure(
         for name, call in calls.items():
             taken[name].append(seconds_of(call))
         done += 1
-    return {
-        name: report.summary([values]) | {"calls": len(values)} for name, values in taken.items()
-    }
+    summaries = {}
+    for name, values in taken.items():
+        summaries[name] = report.summary([values]) | {"calls": len(values)}
+    return summaries
 
 
 def _seconds_on_cpu(call: Callable[[], object]) -> float:
@@ -167,7 +168,8 @@ def ceilings(device: torch.device) -> dict[str, float]:
     size, side = (2**30, 8192) if on_gpu else (2**26, 1024)
     source = torch.ones(size, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
+    a = torch.randn(side, side, device=device).bfloat16()
+    b = torch.randn(side, side, device=device).bfloat16()
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(source),
         "product": lambda: a @ b,

@@ -86,7 +86,8 @@ def measure(arguments: Arguments, case: Case, folder: str) -> Answer:
         bench.round()
     check_linears(bench.policy, bench.engine)
     rounds = [bench.round() for _ in range(arguments.rounds)]
-    kernels = sorted({layer.kernel.name for layer in low_bit_layers(bench.policy.model).values()})
+    layers = low_bit_layers(bench.policy.model)
+    kernels = sorted({layer.kernel.name for layer in layers.values()})
     on_gpu = (
         torch.cuda.is_available()
     )  # PyTorch's memory, including vLLM's; on a CPU resident memory
@@ -144,7 +145,8 @@ class StepBench:
         ]
         trainer.engine.reset_prefix_cache()
         start = time.perf_counter()
-        trainer.generate(prompts, SamplingConfig(1, rollout.temperature), list(range(len(prompts))))
+        seeds = list(range(len(prompts)))
+        trainer.generate(prompts, SamplingConfig(1, rollout.temperature), seeds)
         seconds = time.perf_counter() - start
         trainer.engine.reset_prefix_cache()
         return seconds
@@ -198,7 +200,8 @@ class PublishBench:
 
 
 def _phases(timer: PhaseTimer) -> Phases:
-    return {name.removeprefix("timing_s/"): seconds for name, seconds in timer.pop().items()}
+    timings = timer.pop()
+    return {name.removeprefix("timing_s/"): seconds for name, seconds in timings.items()}
 
 
 def _check_update(metrics: dict[str, float]) -> None:
@@ -217,7 +220,8 @@ BENCHES: dict[str, type[StepBench | TrainerBench | PublishBench]] = {
 @torch.no_grad()
 def check_linears(policy: Policy, engine: RolloutEngine | None) -> None:
     """Raise WrongNumbers for the first linear whose error is too large."""
-    if any(layer.kernel.name == "reference" for layer in low_bit_layers(policy.model).values()):
+    layers = low_bit_layers(policy.model)
+    if any(layer.kernel.name == "reference" for layer in layers.values()):
         raise WrongNumbers(
             "the trainer's linears run the reference kernel, because no fast kernel can serve here"
         )
@@ -250,10 +254,13 @@ def _compare(
         (name, "the trainer", QuantLinear.forward(layer, x)) for name, layer in low_bit.items()
     ]
     if engines is not None:
-        parts = engines(x)[0].split([true.shape[1] for true in expected.values()], -1)
-        outputs += [(name, "the engine", y) for name, y in zip(linears, parts, strict=True)]
+        columns = [true.shape[1] for true in expected.values()]
+        parts = engines(x)[0].split(columns, -1)
+        for name, part in zip(linears, parts, strict=True):
+            outputs.append((name, "the engine", part))
     for name, who, y in outputs:
-        error = float((y.float() - expected[name].float()).norm() / expected[name].float().norm())
+        true = expected[name].float()
+        error = float((y.float() - true).norm() / true.norm())
         if not error <= allowed:  # true for NaN, too
             raise WrongNumbers(
                 f"{name}: {who} differs from the reference by {error:.1e}; {allowed:.1e} is allowed"
@@ -302,7 +309,11 @@ def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
 def random_tokens(vocabulary: int, rows: int, length: int, seed: int = 0) -> list[list[int]]:
     """Return random tokens, the same for every scheme and level."""
     draw = random.Random(seed)
-    return [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(rows)]
+
+    def row() -> list[int]:
+        return [draw.randrange(vocabulary) for _ in range(length)]
+
+    return [row() for _ in range(rows)]
 
 
 def random_reward(
@@ -342,11 +353,14 @@ def random_batch(trainer: LocalTrainer) -> Batch:
         for _ in range(config.rollout.n)
     ]
     length = config.data.max_response_length
-    responses = random_tokens(trainer.policy.model.config.vocab_size, len(prompts), length, seed=1)
+    vocabulary = trainer.policy.model.config.vocab_size
+    responses = random_tokens(vocabulary, len(prompts), length, seed=1)
     zeros = [[0.0] * length for _ in prompts]
     rollout = RolloutBatch(prompts, responses, zeros, ["length"] * len(prompts), trainer.step)
     signs = 1.0 - 2.0 * (torch.arange(len(prompts)) % 2)
-    return make_batch(rollout, (signs + 1) / 2, signs, pad_token_id=0).to(trainer.policy.device)
+    rewards = (signs + 1) / 2
+    batch = make_batch(rollout, rewards, signs, pad_token_id=0)
+    return batch.to(trainer.policy.device)
 
 
 @torch.no_grad()
@@ -354,7 +368,8 @@ def move_weights(policy: Policy, seed: int) -> None:
     """Add noise of 1/16 of its RMS to every parameter, so that codes and scales change."""
     torch.manual_seed(seed)
     for parameter in policy.model.parameters():
-        size = parameter.float().square().mean().sqrt().clamp(min=2.0**-6)
+        rms = parameter.float().square().mean().sqrt()
+        size = rms.clamp(min=2.0**-6)
         parameter.add_(torch.randn_like(parameter) * (size / 16).to(parameter.dtype))
 
 

@@ -54,9 +54,8 @@ def find_model(name: str) -> Source:
                 fix="give a model folder, or a known name",
             )
         return Source(folder.name, json.loads((folder / "config.json").read_text()), folder)
-    names = {
-        path.parent.name.lower(): path.parent.name for path in sorted(MODELS.glob("*/config.json"))
-    }
+    folders = [path.parent.name for path in sorted(MODELS.glob("*/config.json"))]
+    names = {folder_name.lower(): folder_name for folder_name in folders}
     name = names[one_of(name.lower(), names, "model")]
     return Source(name, json.loads((MODELS / name / "config.json").read_text()))
 
@@ -65,9 +64,8 @@ def linear_shapes(source: Source) -> dict[str, tuple[int, int]]:
     """Return name -> [N, K] of a decoder layer's dense weights, not fused, as in the trainer.
     Each shape is listed once. In a mixture of experts only the weights of attention are dense."""
     block = source.size.block_linears(0)
-    by_leaf = {
-        name.rpartition(".")[2]: shape for name, shape in block.items() if ".experts." not in name
-    }
+    dense = {name: shape for name, shape in block.items() if ".experts." not in name}
+    by_leaf = {name.rpartition(".")[2]: shape for name, shape in dense.items()}
     shapes = {name: by_leaf[leaf] for name, leaf in LINEARS.items() if leaf in by_leaf}
     first = {shape: name for name, shape in reversed(shapes.items())}
     return {name: shape for name, shape in shapes.items() if first[shape] == name}
@@ -76,7 +74,10 @@ def linear_shapes(source: Source) -> dict[str, tuple[int, int]]:
 def default_group_size(size: ModelSize) -> int:
     """Return the largest of 128, 64 and 32 that divides the input size of every linear, or 128 if there is none."""
     inputs = {k for _, k in size.block_linears(0).values()}
-    return next((group for group in (128, 64, 32) if all(k % group == 0 for k in inputs)), 128)
+    for group in (128, 64, 32):
+        if all(k % group == 0 for k in inputs):
+            return group
+    return 128
 
 
 def run_config(
@@ -98,8 +99,10 @@ def run_config(
         "actor": {"ppo_mini_batch_size": work.prompts // work.mini_batches},
         "trainer": {"total_training_steps": 10**6, "val_before_train": False, "test_freq": -1},
     }
-    sections = {name: values.get(name, {}) | more.get(name, {}) for name in values | more}
-    return build_config({"name": "bench", "backend": backend} | sections)
+    config: dict[str, Any] = {"name": "bench", "backend": backend}
+    for name in values | more:
+        config[name] = values.get(name, {}) | more.get(name, {})
+    return build_config(config)
 
 
 def write_model(source: Source, layers: int, folder: Path, *, eos: int | None = None) -> int:

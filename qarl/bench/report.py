@@ -94,15 +94,16 @@ def kernel_line(place: str, entry: Result) -> str:
 
 def units(samples: Samples) -> list[float]:
     """Return the median of each launch's rounds. For a single launch return its rounds."""
-    return (
-        list(samples[0]) if len(samples) == 1 else [statistics.median(rounds) for rounds in samples]
-    )
+    if len(samples) == 1:
+        return list(samples[0])
+    return [statistics.median(rounds) for rounds in samples]
 
 
 def summary(samples: Samples) -> dict[str, float]:
     """Return median, minimum and maximum of `units(samples)`."""
     values = units(samples)
-    return {"median": statistics.median(values), "minimum": min(values), "maximum": max(values)}
+    median = statistics.median(values)
+    return {"median": median, "minimum": min(values), "maximum": max(values)}
 
 
 def ratio(base: Samples, other: Samples) -> dict[str, float]:
@@ -192,9 +193,13 @@ def _ratios(document: Document) -> str:
 
 
 def _ratio(base: Result | None, other: Result | None, phase: str) -> str:
-    if base is None or other is None or phase not in base["phases"] or phase not in other["phases"]:
+    if base is None or other is None:
         return ""
-    both = ratio(base["phases"][phase]["samples"], other["phases"][phase]["samples"])
+    of_base = base["phases"].get(phase)
+    of_other = other["phases"].get(phase)
+    if of_base is None or of_other is None:
+        return ""
+    both = ratio(of_base["samples"], of_other["samples"])
     figures = f"{both['median']:.2f} ({both['minimum']:.2f}-{both['maximum']:.2f})"
     return (
         "skipped" if phase == "old_log_prob" and both["median"] > 100 else figures
@@ -238,9 +243,8 @@ def _labels(document: Document, result: Result) -> list[str]:
 
 
 def _table(document: Document, head: Sequence[str], row: Callable[[Result], Iterable[str]]) -> str:
-    return markdown_table(
-        head, [[*_labels(document, result), *row(result)] for result in document["results"]]
-    )
+    results = document["results"]
+    return markdown_table(head, [[*_labels(document, result), *row(result)] for result in results])
 
 
 def seconds(value: Mapping[str, float]) -> str:
@@ -262,7 +266,7 @@ def kernel_tables(document: Mapping[str, Any]) -> str:
     ]
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for entry in document["results"]:
-        key = (entry["operation"], entry["model"], entry["layer"], entry["n"], entry["k"])
+        key = tuple(entry[name] for name in ("operation", "model", "layer", "n", "k"))
         groups.setdefault(key, []).append(entry)
     for (operation, model, layer, n, k), entries in groups.items():
         parts += [f"**{operation}, {model} {layer} [{n}, {k}]**", _kernel_table(entries)]
@@ -283,11 +287,15 @@ def _kernel_table(entries: Sequence[Result]) -> str:
 
 
 def _cell(by_name: Mapping[str, Mapping[int, Result]], name: str, m: int) -> str:
-    if (mine := by_name[name].get(m)) is None:
+    entry = by_name[name].get(m)
+    if entry is None:
         return ""
-    base = by_name.get(mine["baseline"], {}).get(m)
-    if base is None or base is mine:
-        seconds = mine["seconds"]["median"]
+    base = by_name.get(entry["baseline"], {}).get(m)
+    if base is None or base is entry:
+        seconds = entry["seconds"]["median"]
         return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
-    median, fastest = (mine["seconds"][key] / base["seconds"][key] for key in ("median", "minimum"))
+    own = entry["seconds"]
+    others = base["seconds"]
+    median = own["median"] / others["median"]
+    fastest = own["minimum"] / others["minimum"]
     return f"{median:.2f} ({fastest:.2f})"

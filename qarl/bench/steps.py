@@ -95,7 +95,8 @@ class Measured:
         }
         about |= {"lora_r": case.lora_r} if case.lora_r else {}
         about |= {"kernels": launched["kernels"], "layers": self.arguments.depth}
-        result = self.results.setdefault(case, about | {"phases": {}, "peak_bytes": {"step": 0}})
+        about |= {"phases": {}, "peak_bytes": {"step": 0}}
+        result = self.results.setdefault(case, about)
         for name in launched["rounds"][0]:
             samples = result["phases"].setdefault(name, {"samples": []})["samples"]
             samples.append([phases[name] for phases in launched["rounds"]])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from qarl.checkpoint.model_files import (
     ModelFiles,
@@ -109,8 +110,8 @@ def _local(path: str) -> Path:
 
 
 def _as_recorded(
-    tensors: Iterator[tuple[str, torch.Tensor]], recorded: Mapping[str, str], path: str
-) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors: Iterator[tuple[str, Tensor]], recorded: Mapping[str, str], path: str
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that `recorded` (name -> digest) lists, each once. Raise UserError if one is missing or
     has other bytes."""
     missing = set(recorded)

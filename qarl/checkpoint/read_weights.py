@@ -195,7 +195,8 @@ def _verl(folder: Path, trust_remote_code: bool) -> Source:
     config = yaml.safe_load((folder.parents[1] / "config.yaml").read_text(encoding="utf-8"))
 
     def stream(dtype: torch.dtype) -> Stream:
-        whole = ((name, whole_tensor(ranks, name)) for name in ranks[0].tensors if name not in tied)
+        names = [name for name in ranks[0].tensors if name not in tied]
+        whole = ((name, whole_tensor(ranks, name)) for name in names)
         return unstacked(
             (name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
             for name, tensor in whole
@@ -223,7 +224,8 @@ def what_is_missing(folder: Path) -> str | None:
         file: match for file in folder.glob("actor/*.pt") if (match := _SHARD.fullmatch(file.name))
     }
     ranks = {int(match[2]) for match in shards.values()}
-    if not shards or len(ranks) != max(int(match[1]) for match in shards.values()):
+    ranks_of_run = [int(match[1]) for match in shards.values()]
+    if not shards or len(ranks) != max(ranks_of_run):
         return "actor/ lacks the weights of at least one rank"
     torn = [file.name for file in shards if not zipfile.is_zipfile(file)]
     if not torn and _has_adapters(folder) and not (folder / "actor" / BASE_FILE).is_file():
@@ -334,7 +336,8 @@ def open_ranks(folder: Path) -> list[Rank]:
     parts = next((tensor.device_mesh.shape[-1] for tensor in sharded), 1)
     if missing := [rank for rank in range(parts) if rank not in files]:
         raise UserError(f"the checkpoint lacks the weights of rank {missing[0]}", where=str(folder))
-    return [first, *(Rank.open(files[rank]) for rank in range(1, parts))]
+    others = [Rank.open(files[rank]) for rank in range(1, parts)]
+    return [first, *others]
 
 
 def whole_tensor(ranks: list[Rank], name: str) -> torch.Tensor:
@@ -342,7 +345,8 @@ def whole_tensor(ranks: list[Rank], name: str) -> torch.Tensor:
     first = ranks[0].tensors[name]
     if not isinstance(first, DTensor) or not isinstance(placement := first.placements[-1], Shard):
         return ranks[0].part(name)
-    whole = torch.cat([rank.part(name) for rank in ranks], dim=placement.dim)
+    parts = [rank.part(name) for rank in ranks]
+    whole = torch.cat(parts, dim=placement.dim)
     if whole.shape != first.shape or any(
         not place.is_replicate() for place in first.placements[:-1]
     ):

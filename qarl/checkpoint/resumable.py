@@ -159,10 +159,12 @@ def load_dict(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 def list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of every `step_N` in `parent`, newest first. Do not check them."""
     paths = parent.iterdir() if parent.is_dir() else ()
-    named = [
-        (match, path) for path in paths if path.is_dir() and (match := _NAME.fullmatch(path.name))
-    ]
-    return sorted(((int(match[1]), path) for match, path in named), reverse=True)
+    steps = []
+    for path in paths:
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            steps.append((int(match[1]), path))
+    return sorted(steps, reverse=True)
 
 
 def newest_good(parent: Path) -> tuple[Checkpoint | None, list[tuple[Path, CheckpointError]]]:
@@ -196,7 +198,8 @@ def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of the tensor's dtype, shape and bytes."""
     digest = hashlib.sha256(f"{tensor.dtype}:{tuple(tensor.shape)};".encode())
-    digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+    flat = tensor.detach().contiguous().reshape(-1)
+    digest.update(flat.view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
 
 

@@ -58,7 +58,9 @@ def describe_keys() -> dict[str, str]:
     from qarl.config.help import about_section, key_table
 
     about = {name: about_section(name)[0] for name in sections()}
-    return about | {key.name: key.meaning for keys in key_table().values() for key in keys}
+    for keys in key_table().values():
+        about |= {key.name: key.meaning for key in keys}
+    return about
 
 
 def _plugin_names(values: Mapping[str, Any]) -> list[str]:
@@ -77,7 +79,9 @@ def _build(
     load_plugins(_plugin_names(filled))
     for key in dropped(flat_values(filled, set()), default_values(), sources):
         section, _, child = key.rpartition(".")
-        filled[section] = {name: value for name, value in filled[section].items() if name != child}
+        others = {**filled[section]}
+        others.pop(child, None)
+        filled[section] = others
     reported = list(problems)
     bad = list[Problem]()
     try:
@@ -91,9 +95,9 @@ def _build(
         bad = [from_pydantic(item, descriptions) for item in errors] + check_together(
             flat_values(filled, bad_keys)
         )
-    reported += [
-        replace(problem, source=sources.get(problem.key.partition("[")[0])) for problem in bad
-    ]
+    for problem in bad:
+        key = problem.key.partition("[")[0]
+        reported.append(replace(problem, source=sources.get(key)))
     if reported:
         raise ConfigError(reported)
     return config

@@ -47,10 +47,12 @@ def _main(argv: list[str]) -> int:
     overrides = [word for word in argv if "=" in word]
     _check_names(names, overrides)
     demo = DEMOS[names[0]]
-    apart = set.symmetric_difference(*map(set, demo.arms)) if len(demo.arms) > 1 else set()
-    if taken := {word.partition("=")[0] for word in apart} & {
-        word.partition("=")[0] for word in overrides
-    }:
+    apart: set[str] = set()
+    if len(demo.arms) > 1:
+        apart = set.symmetric_difference(*map(set, demo.arms))
+    keys_apart = {word.partition("=")[0] for word in apart}
+    keys_set = {word.partition("=")[0] for word in overrides}
+    if taken := keys_apart & keys_set:
         fix = f"leave out {', '.join(sorted(taken))}, or run both with qarl train"
         raise UserError(
             "the two runs of this demo would be the same", where="command line", fix=fix
@@ -118,7 +120,8 @@ def write_examples() -> int:
 def overridden(arm: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """Return the arguments of an arm, without those that `overrides` sets too, and then `overrides`."""
     keys = {word.partition("=")[0] for word in overrides}
-    return [*(word for word in arm if word.partition("=")[0] not in keys), *overrides]
+    others = [word for word in arm if word.partition("=")[0] not in keys]
+    return [*others, *overrides]
 
 
 main, describe = entry(_main, __doc__)

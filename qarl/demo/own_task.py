@@ -127,9 +127,11 @@ def load_task(request: WarmStart) -> Task:
         )
     try:
         responses = (texts[1], "", "\N{REPLACEMENT CHARACTER}?")  # a model may write anything
-        score, *_ = [
-            float(module.reward(task.name, response, truth(problem), {})) for response in responses
-        ]
+        scores = []
+        for response in responses:
+            reward = module.reward(task.name, response, truth(problem), {})
+            scores.append(float(reward))
+        score = scores[0]
     except Exception as error:  # the user's code runs and may raise anything
         why = f"{type(error).__name__}: {error}"
         fix = "let reward also score an empty or a garbled response"
@@ -164,7 +166,8 @@ def run_values(
     template, _ = find_config(TEMPLATE)
     assert template is not None
     values: dict[str, Any] = yaml.safe_load(template.read_text(encoding="utf-8"))
-    values["name"], values["model"]["path"] = recipe.task.name, str(recipe.output)
+    values["name"] = recipe.task.name
+    values["model"]["path"] = str(recipe.output)
     values["data"] |= {
         "train_files": [str(recipe.data / "train.parquet")],
         "val_files": [str(recipe.data / "test.parquet")],

@@ -43,7 +43,9 @@ Problem = Any
 def add_in_columns(a: int, b: int) -> str:
     columns = []
     carry = 0
-    for x, y in zip_longest(reversed(str(a)), reversed(str(b)), fillvalue="0"):
+    digits_of_a = reversed(str(a))
+    digits_of_b = reversed(str(b))
+    for x, y in zip_longest(digits_of_a, digits_of_b, fillvalue="0"):
         total = int(x) + int(y) + carry
         columns.append(f"{x}+{y}+{carry}={total:02d}")
         carry = total // 10
@@ -52,13 +54,16 @@ def add_in_columns(a: int, b: int) -> str:
 
 def add_one_by_one(numbers: tuple[int, ...]) -> str:
     sums = [sum(numbers[:count]) for count in range(1, len(numbers))]
-    return " ".join(
-        add_in_columns(total, number) for total, number in zip(sums, numbers[1:], strict=True)
-    )
+    additions = map(add_in_columns, sums, numbers[1:])
+    return " ".join(additions)
 
 
 def insert_one_by_one(letters: str) -> str:
-    return " ".join("".join(sorted(letters[:count])) for count in range(1, len(letters) + 1))
+    words = []
+    for count in range(1, len(letters) + 1):
+        inserted = sorted(letters[:count])
+        words.append("".join(inserted))
+    return " ".join(words)
 
 
 def last_word(
@@ -73,7 +78,8 @@ def _number(rng: random.Random, digits: int) -> int:
 
 
 def _pair(rng: random.Random) -> tuple[int, ...]:
-    return tuple(_number(rng, digits) for digits in (rng.choice((4, 5)), rng.choice((4, 5))))
+    lengths = [rng.choice((4, 5)) for _ in range(2)]
+    return tuple(_number(rng, digits) for digits in lengths)
 
 
 def _written_sum(numbers: tuple[int, ...]) -> str:

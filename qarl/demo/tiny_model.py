@@ -110,7 +110,8 @@ class Recipe:
 def make_tokenizer(positions: int = POSITIONS) -> PreTrainedTokenizerFast:
     """One token a byte and 32 special tokens, a chat template, `<|eos|>` and `<|pad|>`; 288 entries."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    vocab = {char: i for i, char in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     reserved = [f"<|reserved_{i}|>" for i in range(32 - len(SPECIAL_TOKENS))]
@@ -165,7 +166,8 @@ def make_batch(
     responses = tokenizer(
         [task.response_text(problem) + tokenizer.eos_token for problem in problems]
     )["input_ids"]
-    width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+    pairs = zip(prompts, responses, strict=True)
+    width = max(len(prompt) + len(response) for prompt, response in pairs)
     tokens = torch.full((len(problems), width), tokenizer.pad_token_id)
     labels = torch.full((len(problems), width), IGNORE_INDEX)
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
@@ -183,8 +185,10 @@ def check_accuracy(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> fl
     the most likely one after those before it.
     """
     tokens, labels = batch
-    predicted = copy.deepcopy(model).bfloat16()(input_ids=tokens, use_cache=False).logits.argmax(-1)
-    return ((predicted == labels) | (labels == IGNORE_INDEX)).all(dim=1).float().mean().item()
+    published = copy.deepcopy(model).bfloat16()
+    predicted = published(input_ids=tokens, use_cache=False).logits.argmax(-1)
+    correct = (predicted == labels) | (labels == IGNORE_INDEX)
+    return correct.all(dim=1).float().mean().item()
 
 
 def warm_start(
@@ -199,12 +203,12 @@ def warm_start(
     in_blocks = {id(p) for p in model.model.layers.parameters() if p.ndim >= 2}
     matrices = [p for p in model.parameters() if id(p) in in_blocks]
     others = [p for p in model.parameters() if id(p) not in in_blocks]
-    adamw = torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0)
+    two_dimensional = [p for p in matrices if p.ndim == 2]
+    muon = torch.optim.Muon(two_dimensional, lr=MUON_LR, weight_decay=0.0)
+    betas = (0.9, 0.95)
+    adamw = torch.optim.AdamW(others, lr=ADAMW_LR, betas=betas, weight_decay=0.0)
     optimizers: list[tuple[torch.optim.Optimizer, float]] = [
-        (
-            torch.optim.Muon([p for p in matrices if p.ndim == 2], lr=MUON_LR, weight_decay=0.0),
-            MUON_LR,
-        ),
+        (muon, MUON_LR),
         (adamw, ADAMW_LR),
     ]
     if stacks := [
@@ -221,7 +225,8 @@ def warm_start(
             optimizer.param_groups[0]["lr"] = lr * slow * min(1.0, step / WARMUP_STEPS)
         tokens, labels = make_batch(tokenizer, task.draw(BATCH_SIZE, rng, exclude), task)
         logits = model(input_ids=tokens, use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+        flat_logits = logits.flatten(0, 1)
+        loss = F.cross_entropy(flat_logits, labels.flatten(), ignore_index=IGNORE_INDEX)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, _ in optimizers:
@@ -256,7 +261,8 @@ def is_made(folder: Path, settings: Mapping[str, Any]) -> bool:
     if not (folder / RECORD).is_file():
         return False
     record = json.loads((folder / RECORD).read_text())
-    same = all(record["settings"].get(name) == value for name, value in settings.items())
+    recorded = record["settings"]
+    same = all(recorded.get(name) == value for name, value in settings.items())
     return same and all((folder / name).exists() for name in record["files"])
 
 
@@ -304,7 +310,8 @@ def make(recipe: Recipe) -> None:
             else:
                 write_data(new, task, train, test)
             files = sorted(path.name for path in new.iterdir())
-            (new / RECORD).write_text(json.dumps(record | {"files": files}, indent=2) + "\n")
+            record["files"] = files
+            (new / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def make_missing(recipe: Recipe) -> None:
@@ -315,7 +322,8 @@ def make_missing(recipe: Recipe) -> None:
         print(f"{recipe.output} and {recipe.data} are up to date")
         return
     for folder in (recipe.output, recipe.data):
-        if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).exists():
+        filled = folder.is_dir() and any(folder.iterdir())
+        if filled and not (folder / RECORD).exists():
             what = f"will not replace {folder}, which this program did not write"
             raise UserError(
                 what, why=f"it has no {RECORD}", fix="remove it yourself, or name another folder"

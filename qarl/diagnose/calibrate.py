@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qarl.checkpoint.storage import write_json
 from qarl.config import Config
@@ -62,7 +63,7 @@ class Rule:
     keys: Mapping[str, Any]
     key: str
     of: str
-    statistic: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    statistic: Callable[[Tensor, Tensor], Tensor]
     least: float
     paper: float | None = None
 
@@ -77,25 +78,23 @@ class Rule:
         return self.of == "tokens" and objective.ratio_of_response
 
 
-def _k1(log_r: torch.Tensor) -> torch.Tensor:
+def _k1(log_r: Tensor) -> Tensor:
     return -log_r
 
 
-def _k3(log_r: torch.Tensor) -> torch.Tensor:
+def _k3(log_r: Tensor) -> Tensor:
     return log_r.expm1() - log_r
 
 
-def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _mean(values: Tensor, mask: Tensor) -> Tensor:
     return values.sum(1) / mask.sum(1).clamp(min=1)
 
 
-def _bounded_exp(log_r: torch.Tensor) -> torch.Tensor:
+def _bounded_exp(log_r: Tensor) -> Tensor:
     return log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
 
 
-def _weight(
-    level: str, statistic: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], paper: float | None
-) -> Rule:
+def _weight(level: str, statistic: Callable[[Tensor, Tensor], Tensor], paper: float | None) -> Rule:
     keys = {"rollout_correction.rollout_is": level}
     of = "tokens" if level == "token" else "responses"
     return Rule(
@@ -111,7 +110,7 @@ def _weight(
 
 def _rejection(
     option: str,
-    statistic: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    statistic: Callable[[Tensor, Tensor], Tensor],
     paper: float | None = None,
 ) -> Rule:
     of = "tokens" if option.startswith("token") else "responses"
@@ -156,11 +155,12 @@ class Sampled:
     """The sampled batches, and for each of them the number of the prompt of every response, int64 [B]."""
 
     batches: Sequence[Batch]
-    prompts: Sequence[torch.Tensor]
+    prompts: Sequence[Tensor]
 
     @property
     def responses(self) -> int:
-        return sum(int(batch.response_mask.any(1).sum()) for batch in self.batches)
+        filled = [batch.response_mask.any(1) for batch in self.batches]
+        return sum(int(rows.sum()) for rows in filled)
 
     @property
     def tokens(self) -> int:
@@ -176,20 +176,20 @@ def numbered_prompts(batches: Sequence[Batch]) -> Sampled:
             tuple(row[:length].tolist())
             for row, length in zip(batch.input_ids, batch.prompt_lengths, strict=True)
         ]
-        prompts.append(torch.tensor([numbers.setdefault(text, len(numbers)) for text in texts]))
+        numbers_of_rows = [numbers.setdefault(text, len(numbers)) for text in texts]
+        prompts.append(torch.tensor(numbers_of_rows))
     return Sampled(batches, prompts)
 
 
-def sample_of(rule: Rule, log_probs: Sequence[torch.Tensor], sampled: Sampled) -> Sample:
+def sample_of(rule: Rule, log_probs: Sequence[Tensor], sampled: Sampled) -> Sample:
     """Return the values of `rule` over all batches. `log_probs`: the trainer's, FP32 [B, R] for each batch."""
     values = []
     prompts = []
     for batch, numbers, own in zip(sampled.batches, sampled.prompts, log_probs, strict=True):
         mask = batch.response_mask.cpu()
         rollout = batch.rollout_log_probs.cpu()
-        log_r = (
-            torch.where(mask, own.cpu() - rollout, 0.0).double().clamp(-SAFETY_BOUND, SAFETY_BOUND)
-        )
+        log_r = torch.where(mask, own.cpu() - rollout, 0.0).double()
+        log_r = log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND)
         measured = rule.statistic(log_r, mask)
         if rule.of == "tokens":
             prompts.append(numbers[:, None].expand_as(mask)[mask])
@@ -218,7 +218,8 @@ def threshold_row(
             f"{1 - share:.0%} of the {rule.of} are below {rule.least:g}, the smallest threshold"
         )
     else:
-        row |= {"keys": dict(rule.keys) | {rule.key: proposal.value}, **proposal.as_dict()}
+        row["keys"] = dict(rule.keys) | {rule.key: proposal.value}
+        row |= proposal.as_dict()
         row["reference_loses"] = share_above(reference, proposal.value).share
     if rule.paper is not None:
         lost = share_above(sample, rule.paper)
@@ -235,10 +236,10 @@ def threshold_row(
 class Update:
     """The ratios of a later mini-batch: r - 1 of each response, its advantage and length, and its prompt, [B] each."""
 
-    deviation: torch.Tensor
-    advantage: torch.Tensor
-    length: torch.Tensor
-    prompts: torch.Tensor
+    deviation: Tensor
+    advantage: Tensor
+    length: Tensor
+    prompts: Tensor
 
 
 def band_rows(updates: Sequence[Update], actor: Any, share: float) -> list[dict[str, Any]]:
@@ -262,7 +263,8 @@ def band_rows(updates: Sequence[Update], actor: Any, share: float) -> list[dict[
     rows = []
     for name, sign, side, allowed in edges:
         chosen = advantage * sign > 0
-        sample = Sample((side * deviation[chosen]).double().numpy(), prompts[chosen].numpy())
+        beyond = (side * deviation[chosen]).double()
+        sample = Sample(beyond.numpy(), prompts[chosen].numpy())
         proposal = propose(sample, allowed)
         row: dict[str, Any] = {
             "name": f"TBPO's {name}",
@@ -287,9 +289,7 @@ def band_rows(updates: Sequence[Update], actor: Any, share: float) -> list[dict[
     return rows
 
 
-def measure_updates(
-    trainer: LocalTrainer, sampled: Sampled, old: Sequence[torch.Tensor]
-) -> list[Update]:
+def measure_updates(trainer: LocalTrainer, sampled: Sampled, old: Sequence[Tensor]) -> list[Update]:
     """Take a first training step on each batch, from the sampled weights, and return the ratios after each update."""
     trained = [
         parameter for parameter in trainer.policy.model.parameters() if parameter.requires_grad
@@ -317,9 +317,7 @@ def measure_updates(
     return updates
 
 
-def _ratios(
-    batch: Batch, rows: slice, new: torch.Tensor, old: torch.Tensor, prompts: torch.Tensor
-) -> Update:
+def _ratios(batch: Batch, rows: slice, new: Tensor, old: Tensor, prompts: Tensor) -> Update:
     mask = batch.response_mask[rows]
     filled = mask.any(1).cpu()
     log_r = _mean(torch.where(mask, new - old[rows], 0.0), mask)
@@ -341,7 +339,8 @@ def calibrate(config: Config, request: CalibrateRequest) -> dict[str, Any]:
         sampled = numbered_prompts(
             [_sample(trainer, number, request.batches) for number in range(request.batches)]
         )
-    others = [level for level in dict.fromkeys((config.quant.align, *LEVELS)) if level != REFERENCE]
+    levels = dict.fromkeys((config.quant.align, *LEVELS))
+    others = [level for level in levels if level != REFERENCE]
     log_probs = {level: _log_probs(trainer, level, sampled) for level in (*others, REFERENCE)}
     report: dict[str, Any] = {
         "model": config.model.path,
@@ -372,7 +371,7 @@ def _sample(trainer: LocalTrainer, number: int, batches: int) -> Batch:
     return trainer.rollout()[0]
 
 
-def _log_probs(trainer: LocalTrainer, level: Level, sampled: Sampled) -> list[torch.Tensor]:
+def _log_probs(trainer: LocalTrainer, level: Level, sampled: Sampled) -> list[Tensor]:
     """Return the log-probs of each batch at `level`. Afterwards the trainer's policy is the one of the last level."""
     say(f"quant.align={level}")
     config = trainer.config
@@ -382,8 +381,8 @@ def _log_probs(trainer: LocalTrainer, level: Level, sampled: Sampled) -> list[to
 
 
 def _level(
-    own: Sequence[torch.Tensor],
-    reference: Sequence[torch.Tensor],
+    own: Sequence[Tensor],
+    reference: Sequence[Tensor],
     sampled: Sampled,
     config: Config,
     share: float,
@@ -398,7 +397,8 @@ def _level(
         )
         for parts in (own, [batch.rollout_log_probs for batch in sampled.batches])
     ]
-    mismatch = mismatch_metrics(whole[0][None], whole[1][None], torch.ones(1, len(whole[0])))
+    all_tokens = torch.ones(1, len(whole[0]))
+    mismatch = mismatch_metrics(whole[0][None], whole[1][None], all_tokens)
     names = ("abs_mean", "abs_max", "k1", "k3")
     rows = [
         threshold_row(
@@ -410,7 +410,7 @@ def _level(
 
 
 def _bands(
-    trainer: LocalTrainer, sampled: Sampled, old: Sequence[torch.Tensor], share: float
+    trainer: LocalTrainer, sampled: Sampled, old: Sequence[Tensor], share: float
 ) -> list[dict[str, Any]] | str:
     """Return the rows of the bands, or a sentence that says why there are none. The trainer is at the reference."""
     actor = trainer.config.actor

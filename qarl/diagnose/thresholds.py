@@ -99,15 +99,17 @@ def share_above(sample: Sample, value: float) -> Share:
     counts = _by_prompt(sample.prompts, np.ones(len(above)))
     prompts = len(counts)
     total = float(counts.sum())
-    variance = (
-        float(((hits - share * counts) ** 2).sum() / total**2) * prompts / max(prompts - 1, 1)
-    )
+    residuals = hits - share * counts
+    squares = float((residuals**2).sum() / total**2)
+    variance = squares * prompts / max(prompts - 1, 1)
     trials = share * (1 - share) / variance if variance else float(prompts)
-    centre = (share + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
-    half = (
-        Z / (1 + Z**2 / trials) * math.sqrt(share * (1 - share) / trials + Z**2 / (4 * trials**2))
-    )
-    return Share(share, max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half)))
+    scale = 1 + Z**2 / trials
+    centre = (share + Z**2 / (2 * trials)) / scale
+    spread = share * (1 - share) / trials + Z**2 / (4 * trials**2)
+    half = Z / scale * math.sqrt(spread)
+    low = max(0.0, min(share, centre - half))
+    high = min(1.0, max(share, centre + half))
+    return Share(share, low, high)
 
 
 def propose(sample: Sample, share: float, *, origin: float = 0.0, seed: int = 0) -> Proposal | str:
@@ -127,10 +129,10 @@ def propose(sample: Sample, share: float, *, origin: float = 0.0, seed: int = 0)
             f"batches until {math.ceil(FEWEST / share)} are sampled, or raise share"
         )
     low, high = _interval(sample, share, seed)
-    on_others = float(np.mean([_on_others(sample, half, share, origin) for half in (0, 1)]))
-    return Proposal(
-        value, low, high, float(above.mean()), on_others, int(above.sum()), prompts_above
-    )
+    halves = [_on_others(sample, half, share, origin) for half in (0, 1)]
+    on_others = float(np.mean(halves))
+    lost = float(above.mean())
+    return Proposal(value, low, high, lost, on_others, int(above.sum()), prompts_above)
 
 
 def _on_others(sample: Sample, remainder: int, share: float, origin: float) -> float:
@@ -153,9 +155,9 @@ def _interval(sample: Sample, share: float, seed: int) -> tuple[float, float]:
     random = np.random.default_rng(seed)
     drawn = []
     for _ in range(DRAWS):
-        times = np.bincount(random.integers(len(names), size=len(names)), minlength=len(names))[
-            prompts
-        ]
+        resampled = random.integers(len(names), size=len(names))
+        times_of_prompts = np.bincount(resampled, minlength=len(names))
+        times = times_of_prompts[prompts]
         down_to = times.cumsum()
         # The largest value that, counted too, makes more than the share: what is above it is within the share.
         place = np.searchsorted(down_to, share * down_to[-1] + 1e-9, side="right")

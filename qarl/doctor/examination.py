@@ -127,9 +127,8 @@ def supported_versions(config: Config, machine: Machine) -> Findings:
 
 def writable(config: Config) -> None:
     run_dir = config.run_dir
-    existing = next(
-        path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path)
-    )
+    candidates = (run_dir, *run_dir.absolute().parents)
+    existing = next(path for path in candidates if os.path.lexists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         where = str(run_dir / "config.yaml")
         fix = "set output_dir to a folder that can be written to"
@@ -147,9 +146,11 @@ def start(config: Config, read_record: Callable[[], Record]) -> Findings:
         check_free(run_dir)
         begin = find_start(config, record)
         stays = begin.stays_in(run_dir)
-        step, origin = (
-            (begin.checkpoint.step, str(begin.checkpoint.folder)) if begin.checkpoint else (0, "")
-        )
+        step = 0
+        origin = ""
+        if begin.checkpoint:
+            step = begin.checkpoint.step
+            origin = str(begin.checkpoint.folder)
         for folder, problem in begin.damaged:
             fix = "replace it with a good copy, or let the run continue from the earlier checkpoint"
             yield warning(
@@ -235,7 +236,8 @@ _WIDTH = 118
 def run_checks(config: Config, target: Machine) -> Report:
     """Make every check for `config` on `target`, without starting an engine, loading weights or writing files."""
     inputs = RunInputs(config, target, plan=True)
-    findings = sorted(examine(inputs, CHECKS), key=lambda finding: TOPICS.index(finding.topic))
+    findings = [*examine(inputs, CHECKS)]
+    findings.sort(key=lambda finding: TOPICS.index(finding.topic))
     return Report(config.name, target.name, tuple(findings))
 
 
@@ -285,6 +287,6 @@ def as_text(finding: Finding) -> str:
         f"  {finding.status:8} {finding.what}",
         *(f"{'':11}{label}: {text}" for label, text in told if text),
     ]
-    return "\n".join(
-        [fit_terminal("\n".join(lines), _WIDTH), *(" " * 11 + line for line in finding.lines)]
-    )
+    text = fit_terminal("\n".join(lines), _WIDTH)
+    indented = [" " * 11 + line for line in finding.lines]
+    return "\n".join([text, *indented])

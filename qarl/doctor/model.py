@@ -100,7 +100,10 @@ def ignored_layers(
     in_bf16 = layers.name_layers(resolved.ignored) or "none"
     yield ok(f"{len(quantized)} of {len(linears)} linears are quantized; in BF16: {in_bf16}")
     # These entries may match nothing: lm_head, which may be tied, and routers, which are linears only in vLLM.
-    of_routers = {entry for entry in entries if any(is_ignored(name, [entry]) for name in routers)}
+    of_routers = set()
+    for entry in entries:
+        if any(is_ignored(name, [entry]) for name in routers):
+            of_routers.add(entry)
     if unmatched := set(resolved.unmatched) - {"lm_head"} - of_routers:
         yield warning(
             f"entries of quant.ignore that match no linear: {', '.join(sorted(unmatched))}",
@@ -183,7 +186,8 @@ def engine_kernels(
         except ValueError as refusal:
             return False, " ".join(str(refusal).split())
 
-    dense = {name: shape for name, shape in quantized.items() if not layers.of_expert(name)}
+    experts = {name for name in quantized if layers.of_expert(name)}
+    dense = {name: shape for name, shape in quantized.items() if name not in experts}
     workers = config.rollout.tensor_model_parallel_size
     parts = {}
     answers: dict[tuple[bool, str], list[str]] = {}
@@ -193,7 +197,8 @@ def engine_kernels(
         parts[fused] = (
             (n, k // workers) if fused.endswith(layers.ROW_PARALLEL) else (n // workers, k)
         )
-        answers.setdefault(asked(parts[fused], (n, k)), []).append(fused)
+        answer_of_part = asked(parts[fused], (n, k))
+        answers.setdefault(answer_of_part, []).append(fused)
     for (supported, answer), names in answers.items():
         if supported:
             what = f"vLLM: {answer} multiplies {len(names)} layers, counted after fusing"
@@ -212,8 +217,11 @@ def layer_lines(names: Sequence[str], shapes: layers.Shapes) -> tuple[str, ...]:
     by_shape: dict[tuple[int, int], list[str]] = {}
     for name in names:
         by_shape.setdefault(shapes[name], []).append(name)
-    named = {shape: layers.name_layers(alike).split(", ") for shape, alike in by_shape.items()}
-    return tuple(f"{name}  {list(shape)}" for shape, alike in named.items() for name in alike)
+    lines = []
+    for shape, alike in by_shape.items():
+        for name in layers.name_layers(alike).split(", "):
+            lines.append(f"{name}  {list(shape)}")
+    return tuple(lines)
 
 
 def alignment(

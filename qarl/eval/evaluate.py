@@ -38,6 +38,8 @@ from qarl.schemes import UNQUANTIZED, from_quantization_config
 
 Sets = dict[str, dict[int, float]]
 """Name of a set (`data_source`) -> row -> mean score of its responses."""
+Estimates = dict[str, dict[str, Any]]
+"""Name of a set -> number of prompts, and the estimate of each model."""
 
 
 def evaluate(request: EvalRequest, settings: Settings) -> str:
@@ -157,7 +159,8 @@ def score_model(
     scores = score_responses(reward, rows, texts, timeout_s=scoring.timeout_s)
     reward.stop()
     for row, score in zip(rows, scores, strict=True):
-        grouped.setdefault(row.data_source, {}).setdefault(row.index, []).append(score)
+        scores_of_prompts = grouped.setdefault(row.data_source, {})
+        scores_of_prompts.setdefault(row.index, []).append(score)
     return {
         name: {index: fmean(scores) for index, scores in rows.items()}
         for name, rows in grouped.items()
@@ -212,7 +215,7 @@ def engine_of(
     )
 
 
-def tabulated(scores: dict[str, Sets], *, averaged: bool = True) -> dict[str, dict[str, Any]]:
+def tabulated(scores: dict[str, Sets], *, averaged: bool = True) -> Estimates:
     """Return, by set, the number of prompts, the estimate of each model, and the difference of the first two.
 
     If `averaged`, several sets have a last row, their average."""
@@ -223,19 +226,22 @@ def tabulated(scores: dict[str, Sets], *, averaged: bool = True) -> dict[str, di
     estimate: dict[str, Callable[[Sequence[float]], Estimate]] = dict.fromkeys(columns, interval)
     first, *others = columns.values()
     if others:
-        columns["difference"] = {name: differences(first[name], others[0][name]) for name in first}
+        second = others[0]
+        columns["difference"] = {name: differences(first[name], second[name]) for name in first}
         estimate["difference"] = normal
-    estimates: dict[str, dict[str, Any]] = {}
+    estimates: Estimates = {}
     for name, values in first.items():
-        row = {label: asdict(estimate[label](sets[name])) for label, sets in columns.items()}
-        estimates[name] = {"prompts": len(values)} | row
+        row: dict[str, Any] = {"prompts": len(values)}
+        for label, sets in columns.items():
+            row[label] = asdict(estimate[label](sets[name]))
+        estimates[name] = row
     if averaged and len(first) > 1:
         row = {label: asdict(average(sets)) for label, sets in columns.items()}
         estimates["average of the sets"] = {"prompts": sum(map(len, first.values()))} | row
     return estimates
 
 
-def table(estimates: dict[str, dict[str, Any]], samples: dict[str, int]) -> str:
+def table(estimates: Estimates, samples: dict[str, int]) -> str:
     """Return the estimates as a Markdown table in percent."""
     models = [label for label in next(iter(estimates.values())) if label != "prompts"]
     lines = [f"| set | prompts | mean@ | {' | '.join(models)} |", "|" + "---|" * (3 + len(models))]

@@ -141,7 +141,10 @@ def sets_of(results: Results, asked: Sequence[str]) -> dict[str, dict[int, float
         )
 
     sets: dict[str, dict[int, float]] = {}
-    for name in (shown for word in asked for shown in ([word] if word in groups else tasks(word))):
+    shown: list[str] = []
+    for word in asked:
+        shown += [word] if word in groups else tasks(word)
+    for name in shown:
         values: dict[str, list[Any]] = {}
         for sample in (sample for task in tasks(name) for sample in samples[task]):
             for metric in sample["metrics"]:

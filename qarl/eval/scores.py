@@ -31,9 +31,13 @@ def interval(means: Sequence[float]) -> Estimate:
     mean = fmean(means)
     error = standard_error(means)
     trials = mean * (1 - mean) / error**2 if error else len(means)
-    centre = (mean + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
-    half = Z / (1 + Z**2 / trials) * math.sqrt(mean * (1 - mean) / trials + Z**2 / (4 * trials**2))
-    return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
+    scale = 1 + Z**2 / trials
+    centre = (mean + Z**2 / (2 * trials)) / scale
+    variance = mean * (1 - mean) / trials + Z**2 / (4 * trials**2)
+    half = Z / scale * math.sqrt(variance)
+    low = max(0.0, min(mean, centre - half))
+    high = min(1.0, max(mean, centre + half))
+    return Estimate(mean, low, high)
 
 
 def differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
@@ -56,5 +60,6 @@ def standard_error(means: Sequence[float]) -> float:
 def average(sets: Mapping[str, Sequence[float]]) -> Estimate:
     """Return the mean of the sets' means, each set counting once, with a normal interval."""
     mean = fmean(fmean(means) for means in sets.values())
-    error = math.sqrt(sum(standard_error(means) ** 2 for means in sets.values())) / len(sets)
+    variance = sum(standard_error(means) ** 2 for means in sets.values())
+    error = math.sqrt(variance) / len(sets)
     return Estimate(mean, mean - Z * error, mean + Z * error)

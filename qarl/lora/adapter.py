@@ -83,7 +83,8 @@ def read_adapter(folder: Path) -> Adapter:
             fix="use an adapter that QaRL has trained",
         )
     tensors = load_file(folder / WEIGHTS_FILE)
-    linears = [name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)]
+    names = [name for name in tensors if name.endswith(A)]
+    linears = [name.removeprefix(PREFIX).removesuffix(A) for name in names]
     targets = tuple(sorted({name.rpartition(".")[2] for name in linears}))
     return Adapter(
         config["r"], config["lora_alpha"], targets, config["base_model_name_or_path"], tensors
@@ -113,8 +114,11 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
         "inference_mode": True,
         **PLAIN,
     }
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
+    text = json.dumps(config, indent=2) + "\n"
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    tensors = {}
+    for name, tensor in adapter.tensors.items():
+        tensors[name] = tensor.detach().cpu().contiguous()
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / WEIGHTS_FILE).chmod(
         (folder / CONFIG_FILE).stat().st_mode

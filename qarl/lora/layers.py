@@ -32,7 +32,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from qarl.config.lora import ALL_LINEAR, LoraConfig
 from qarl.errors import UserError
@@ -46,7 +46,7 @@ ROWS = 256
 them."""
 
 
-def _row_by_row(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _row_by_row(x: Tensor, weight: Tensor) -> Tensor:
     """Return x Wᵀ [M, N] as vLLM computes it for x [M, K] and W [N, K]: one matrix-vector product for each row of x."""
     return torch.einsum("bi,boi->bo", x, weight.expand(len(x), *weight.shape))
 
@@ -59,7 +59,7 @@ def one_product(rows: int, columns: int, threads: int) -> bool:
     BF16 result of operands of similar size. `threads`: `torch.get_num_threads()`, which the order may depend on."""
     generator = torch.Generator().manual_seed(0)
 
-    def operand(count: int) -> torch.Tensor:
+    def operand(count: int) -> Tensor:
         sizes = torch.randint(-8, 9, (count, columns), generator=generator)
         return (torch.randn(count, columns, generator=generator) * 2.0**sizes).bfloat16()
 
@@ -75,7 +75,7 @@ def one_product(rows: int, columns: int, threads: int) -> bool:
     return True
 
 
-def expand(shrunk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def expand(shrunk: Tensor, weight: Tensor) -> Tensor:
     """Return the engine's product of x Aᵀ, BF16 [M, r], with `weight`, BF16 [N, r]."""
     if is_gpu(shrunk.device) or one_product(*weight.shape, torch.get_num_threads()):
         return F.linear(shrunk, weight)
@@ -89,9 +89,7 @@ class _Adapter(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
         product = F.linear if is_gpu(x.device) else _row_by_row
         shrunk = product(x.float(), a.float()).to(x.dtype)
         ctx.save_for_backward(x, a, b, shrunk)
@@ -99,7 +97,7 @@ class _Adapter(torch.autograd.Function):
         return expand(shrunk, b * factor).add_(y)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, a, b, shrunk) = grad_outputs, ctx.saved_tensors
         _, need_x, need_a, need_b, _ = ctx.needs_input_grad
         grad_shrunk = (grad @ b).mul_(ctx.factor)
@@ -119,12 +117,12 @@ class AdaptedLinear(nn.Module):
     lora_B: nn.Parameter
     lora_factor: float
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = super().forward(input)
+    def forward(self, input: Tensor) -> Tensor:
+        y: Tensor = super().forward(input)
         x = input.reshape(-1, input.shape[-1])
         if not len(x):
             return y
-        total: torch.Tensor = _Adapter.apply(
+        total: Tensor = _Adapter.apply(
             y.reshape(-1, y.shape[-1]), x, self.lora_A, self.lora_B, self.lora_factor
         )
         return total.view(y.shape)
@@ -155,13 +153,14 @@ def target_linears(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[
         if name != "lm_head" and not name.endswith(ROUTERS) and _leaf(name) not in of_experts
     }
     known = sorted({_leaf(name) for name in plain})
+    routers = [name for name in shapes if name.endswith(ROUTERS)]
     for entry in targets:
         if entry in (ALL_LINEAR, *known):
             continue
         why = f"no linear of this model has the name {entry}, so the adapter would train nothing"
         if entry in of_experts or entry == "experts":
             why = "vLLM's kernels for low-bit experts take no adapters; their weights stay frozen"
-        elif any(name.endswith((f".{entry}", entry)) for name in shapes if name.endswith(ROUTERS)):
+        elif any(name.endswith((f".{entry}", entry)) for name in routers):
             why = "it routes tokens, and trainer and engine must choose the same experts"
         elif "." in entry:
             why = "linears are chosen by the last part of their names, which has no dot"
@@ -236,7 +235,7 @@ class Adapters:
         module.to(device)
 
     @torch.no_grad()
-    def share(self, storage: Mapping[str, torch.Tensor]) -> None:
+    def share(self, storage: Mapping[str, Tensor]) -> None:
         """Use the tensors of `storage`, which have published names, in place of equal tensors of the base.
 
         Raise RuntimeError if one is not equal."""
@@ -252,9 +251,9 @@ class Adapters:
         """The last parts of the names of the linears with an adapter, sorted."""
         return adapted_leaves(self.layers)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of all adapters (not copies) by peft's names, in their own dtype."""
-        named: dict[str, torch.Tensor] = {}
+        named: dict[str, Tensor] = {}
         for name, layer in self.layers.items():
             named |= {
                 f"{PREFIX}{name}{A}": layer.lora_A.detach(),

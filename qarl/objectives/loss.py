@@ -48,6 +48,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from qarl.config.actor import RolloutCorrectionConfig
 from qarl.config.objectives import get_objective
@@ -74,37 +75,37 @@ class LossInputs:
     responses, tokens  numbers of non-empty responses and of their tokens in the whole mini-batch, before rejections
     """
 
-    log_prob: torch.Tensor
-    old_log_prob: torch.Tensor
-    rollout_log_prob: torch.Tensor
-    advantages: torch.Tensor
-    mask: torch.Tensor
-    accepted: torch.Tensor
-    weight: torch.Tensor | None
+    log_prob: Tensor
+    old_log_prob: Tensor
+    rollout_log_prob: Tensor
+    advantages: Tensor
+    mask: Tensor
+    accepted: Tensor
+    weight: Tensor | None
     responses: int
     tokens: int
 
     @property
-    def token_advantages(self) -> torch.Tensor:
+    def token_advantages(self) -> Tensor:
         """FP32 [B, T], 0 outside of `accepted`."""
         advantages = self.advantages.detach().float()
         per_token = advantages if advantages.dim() == 2 else advantages[:, None]
         return torch.where(self.accepted != 0, per_token, 0.0)
 
 
-Loss = tuple[torch.Tensor, dict[str, float]]
+Loss = tuple[Tensor, dict[str, float]]
 """An FP32 scalar, and statistics for `metrics.reduce_metrics`."""
 
 
 def objective_loss(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    rollout_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     settings: Settings,
     *,
-    weight: torch.Tensor | None = None,
+    weight: Tensor | None = None,
     responses: int,
     tokens: int,
 ) -> Loss:
@@ -220,11 +221,11 @@ def verl_objective(inputs: LossInputs, settings: Settings) -> Loss:
 
 
 def correction_weights(
-    old_log_prob: torch.Tensor,
-    rollout_log_prob: torch.Tensor,
-    mask: torch.Tensor,
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor,
     correction: RolloutCorrectionConfig,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return the weight of every token, FP32 [B, T], 0 outside `mask`. Return None if the correction has no weight.
 
     All tensors are [B, T]; `mask` is bool. With `rollout_is_batch_normalize`, pass the rows of a whole batch, because
@@ -247,12 +248,12 @@ def correction_weights(
 
 
 def accepted_tokens(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    rollout_log_prob: torch.Tensor,
-    mask: torch.Tensor,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor,
     correction: RolloutCorrectionConfig,
-) -> torch.Tensor:
+) -> Tensor:
     """Return `mask` without the rejected tokens, bool [B, T]. Each row is judged alone. All tensors are [B, T]."""
     if not mask.any():
         return mask
@@ -269,7 +270,7 @@ def accepted_tokens(
     return accepted
 
 
-def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
+def _ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     """Return r_corr, [B, T], at `level`: of each token, or as a product or mean over the response."""
     if level != "token":
         log_ratio = log_ratio.sum(dim=-1, keepdim=True).expand_as(log_ratio)
@@ -278,7 +279,7 @@ def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Ten
     return log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
 
 
-def _bounded(weight: torch.Tensor, correction: RolloutCorrectionConfig) -> torch.Tensor:
+def _bounded(weight: Tensor, correction: RolloutCorrectionConfig) -> Tensor:
     """Return the weights within the bounds of `rollout_is_mode`."""
     upper = correction.rollout_is_threshold
     lower = correction.lower
@@ -292,7 +293,7 @@ def _bounded(weight: torch.Tensor, correction: RolloutCorrectionConfig) -> torch
     return weight.masked_fill(outside, 0.0)
 
 
-def _mean(weight: torch.Tensor, mask: torch.Tensor, *, per_token: bool) -> torch.Tensor:
+def _mean(weight: Tensor, mask: Tensor, *, per_token: bool) -> Tensor:
     """Return the mean weight, a scalar. The mean is over tokens if `per_token`, otherwise over responses."""
     if per_token:
         return weight.sum() / mask.sum()

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qarl.config.actor import RolloutCorrectionConfig
 from qarl.config.objectives import TOKEN_CLIP
@@ -82,8 +83,8 @@ def _actor_config(**keys: Any) -> Any:
 
 
 def policy_loss(
-    name: str, settings: Settings, *, responses: int, tokens: int, **tensors: torch.Tensor | None
-) -> tuple[torch.Tensor, dict[str, float]]:
+    name: str, settings: Settings, *, responses: int, tokens: int, **tensors: Tensor | None
+) -> tuple[Tensor, dict[str, float]]:
     """Call verl's policy loss `name` on a part of a mini-batch. Return verl's loss and metrics.
 
     `responses`, `tokens`: their number in the whole mini-batch. `tensors`: the arguments of verl's losses, [B, T]."""
@@ -98,22 +99,23 @@ def policy_loss(
 
 
 def kl_term(
-    log_prob: torch.Tensor,
-    reference: torch.Tensor,
-    mask: torch.Tensor,
+    log_prob: Tensor,
+    reference: Tensor,
+    mask: Tensor,
     settings: Settings,
     *,
     responses: int,
     tokens: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Return verl's KL term of a part of a mini-batch, before its factor, an FP32 scalar. The tensors are [B, T].
 
     Its value is that of K3. Its gradient is that of K2 (verl's `low_var_kl+`). In the mean over samples of the current
     policy this is the KL's own gradient; that of K3 is biased even there. Later mini-batches of a step use samples of
     an older policy, so K2's gradient is biased too. The term is averaged like the loss."""
     core = core_algos()
-    new, old = (torch.where(mask, values, 0.0).float() for values in (log_prob, reference.detach()))
-    loss: torch.Tensor = core.agg_loss(
+    new = torch.where(mask, log_prob, 0.0).float()
+    old = torch.where(mask, reference.detach(), 0.0).float()
+    loss: Tensor = core.agg_loss(
         loss_mat=core.kl_penalty(logprob=new, ref_logprob=old, kl_penalty="low_var_kl+"),
         loss_mask=mask.float(),
         loss_agg_mode=settings.loss_agg_mode,
@@ -133,8 +135,8 @@ def _whole(settings: Settings, responses: int, tokens: int) -> dict[str, int]:
 
 
 def outcome_advantages(
-    name: str, rewards: torch.Tensor, group_ids: Sequence[Any], lengths: torch.Tensor
-) -> torch.Tensor:
+    name: str, rewards: Tensor, group_ids: Sequence[Any], lengths: Tensor
+) -> Tensor:
     """Return verl's advantages `name` ("rloo", "reinforce_plus_plus"), FP32 [batch], 0 for an empty response.
 
     `rewards`, `lengths`: [batch]. Like verl's reward managers, this puts the reward on the last token of a response.
@@ -144,9 +146,9 @@ def outcome_advantages(
     core = core_algos()
     from verl.trainer.config import AlgoConfig
 
-    mask = (
-        torch.arange(max(int(lengths.max()), 1), device=lengths.device) < lengths[:, None]
-    ).float()
+    width = max(int(lengths.max()), 1)
+    columns = torch.arange(width, device=lengths.device)
+    mask = (columns < lengths[:, None]).float()
     scores = torch.zeros_like(mask)
     rows = (lengths > 0).nonzero().flatten()
     scores[rows, lengths[rows] - 1] = rewards.float()[rows]
@@ -155,7 +157,7 @@ def outcome_advantages(
     advantages, _ = function(
         token_level_rewards=scores, response_mask=mask, index=index, config=AlgoConfig(gamma=1.0)
     )
-    per_response: torch.Tensor = advantages[:, 0]
+    per_response: Tensor = advantages[:, 0]
     return per_response
 
 
@@ -184,17 +186,21 @@ def rejection_bounds(correction: RolloutCorrectionConfig) -> str:
         options, uppers * len(options) if len(uppers) == 1 else uppers, strict=True
     ):
         pair = (-_LARGEST if lower is None else lower, upper)
-        ratios = (math.exp(min(max(nats, -_LARGEST), _LARGEST)) for nats in pair)
-        bounds.append("_".join(map(repr, ratios)) if option.endswith("k1") else repr(upper))
+        if option.endswith("k1"):
+            clipped = (min(max(nats, -_LARGEST), _LARGEST) for nats in pair)
+            ratios = map(math.exp, clipped)
+            bounds.append("_".join(map(repr, ratios)))
+        else:
+            bounds.append(repr(upper))
     return ",".join(bounds)
 
 
 def correction_weights(
-    log_ratio: torch.Tensor, mask: torch.Tensor, correction: RolloutCorrectionConfig
-) -> torch.Tensor:
+    log_ratio: Tensor, mask: Tensor, correction: RolloutCorrectionConfig
+) -> Tensor:
     """Return verl's weights from log r_corr, [B, T]. `mask`: bool, with at least one token."""
     try:
-        weights: torch.Tensor
+        weights: Tensor
         weights, _ = corrections().compute_rollout_correction_weights(
             log_ratio,
             mask.float(),
@@ -208,9 +214,7 @@ def correction_weights(
         return torch.zeros_like(log_ratio)
 
 
-def rejection_mask(
-    log_ratio: torch.Tensor, mask: torch.Tensor, correction: RolloutCorrectionConfig
-) -> torch.Tensor:
+def rejection_mask(log_ratio: Tensor, mask: Tensor, correction: RolloutCorrectionConfig) -> Tensor:
     """Return `mask` without the tokens that verl rejects, bool [B, T]. `mask` must contain at least one token."""
     passed, _ = corrections().compute_rollout_rejection_mask(
         log_ratio,

@@ -26,12 +26,14 @@ orthogonalizes its own in one batch, and nothing is sent.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from muon import zeropower_via_newtonschulz5
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Parameter
 
 from qarl.errors import UserError
 from qarl.optim.rounding import Region
@@ -81,7 +83,8 @@ def shard_axis(tensor: torch.Tensor) -> int | None:
     if not isinstance(tensor, DTensor):
         return None
     axes = [axis for axis, place in enumerate(tensor.placements) if not place.is_replicate()]
-    if len(axes) > 1 or any(not isinstance(tensor.placements[axis], Shard) for axis in axes):
+    shards = [isinstance(tensor.placements[axis], Shard) for axis in axes]
+    if len(axes) > 1 or not all(shards):
         raise UserError(
             f"QaRL's optimizer cannot update a parameter with the placements {tensor.placements}",
             where="actor_rollout_ref.actor: strategy, fsdp_config",
@@ -94,7 +97,8 @@ def shard_axis(tensor: torch.Tensor) -> int | None:
 def bounds(length: int, parts: int) -> list[tuple[int, int]]:
     """Return start and stop of each rank's part of a dimension. FSDP2 cuts it like torch.chunk."""
     size = -(-length // parts)
-    return [(min(rank * size, length), min((rank + 1) * size, length)) for rank in range(parts)]
+    ends = [min(rank * size, length) for rank in range(parts + 1)]
+    return [*pairwise(ends)]
 
 
 def region(tensor: torch.Tensor) -> Region:
@@ -106,22 +110,28 @@ def region(tensor: torch.Tensor) -> Region:
     place = tensor.placements[axis]
     mesh = tensor.device_mesh
     assert isinstance(place, Shard)
-    start, stop = bounds(tensor.shape[place.dim], mesh.size(axis))[mesh.get_local_rank(axis)]
+    of_ranks = bounds(tensor.shape[place.dim], mesh.size(axis))
+    start, stop = of_ranks[mesh.get_local_rank(axis)]
     return Region(tuple(tensor.shape), place.dim, start, stop)
 
 
-def rounds(parameters: Sequence[torch.nn.Parameter], ranks: int) -> list[list[torch.nn.Parameter]]:
+def rounds(parameters: Sequence[Parameter], ranks: int) -> list[list[Parameter]]:
     """Return groups of parameters, one parameter for each rank. The matrices of a group have about the same size.
 
     All ranks get the same order.
     """
-    ordered = sorted(parameters, key=lambda p: (p.numel(), tuple(p.shape)), reverse=True)
-    return [ordered[i : i + ranks] for i in range(0, len(ordered), ranks)]
+
+    def size(parameter: Parameter) -> tuple[int, tuple[int, ...]]:
+        return parameter.numel(), tuple(parameter.shape)
+
+    ordered = sorted(parameters, key=size, reverse=True)
+    starts = range(0, len(ordered), ranks)
+    return [ordered[start : start + ranks] for start in starts]
 
 
 def updates(
-    parameters: Sequence[torch.nn.Parameter], directions: Any
-) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    parameters: Sequence[Parameter], directions: Any
+) -> Iterator[tuple[Parameter, torch.Tensor]]:
     """Yield each parameter with this rank's part of its Muon update, in BF16. All ranks must call this together.
 
     Args:
@@ -132,7 +142,7 @@ def updates(
     for parameter in parameters:
         if parameter.ndim != 2 or shard_axis(parameter) is None:
             yield parameter, orthogonalized(directions(parameter))
-    groups: dict[Any, list[torch.nn.Parameter]] = {}
+    groups: dict[Any, list[Parameter]] = {}
     for parameter in spread:
         groups.setdefault(_group(parameter), []).append(parameter)
     for group, members in groups.items():
@@ -156,18 +166,18 @@ def _exchange(
     """
     ranks = dist.get_world_size(group)
     me = dist.get_rank(group)
-    sizes = [part.numel() for part in parts] + [0] * (ranks - len(parts))
+    sizes_of_parts = [part.numel() for part in parts]
+    sizes = sizes_of_parts + [0] * (ranks - len(parts))
     rows = columns = 0
     if me < len(matrices):
         rows, columns = matrices[me].shape
     collected = [(stop - start) * columns for start, stop in bounds(rows, ranks)]
-    sent = torch.cat([part.reshape(-1).to(torch.bfloat16) for part in parts])
+    flat = [part.reshape(-1) for part in parts]
+    sent = torch.cat([part.to(torch.bfloat16) for part in flat])
     whole = sent.new_empty(rows * columns)
     dist.all_to_all_single(whole, sent, collected, sizes, group=group)
     update = orthogonalized(whole.view(rows, columns)).reshape(-1) if rows else whole
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, update, sizes, collected, group=group)
-    return [
-        mine.view(part.shape)
-        for part, mine in zip(parts, received.split(sizes[: len(parts)]), strict=True)
-    ]
+    directions = received.split(sizes_of_parts)
+    return [update.view_as(part) for update, part in zip(directions, parts, strict=True)]

@@ -121,7 +121,8 @@ class MuonAdamW(torch.optim.Optimizer):
         weight = local_part(parameter)
         state["step"] = state.get("step", 0) + 1
         working = weight.float()  # the weight itself if it is FP32
-        working.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+        decay = 1 - group["lr"] * group["weight_decay"]
+        working.mul_(decay).add_(update, alpha=-group["lr"])
         if weight.dtype == torch.bfloat16:
             key = rounding_key(group["seed"], self._names[id(parameter)], state["step"])
             rounded = stochastic_round(working, key, region(parameter))

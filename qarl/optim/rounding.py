@@ -13,6 +13,7 @@ import zlib
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 _GAMMA = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
@@ -35,7 +36,7 @@ class Region:
     def whole(cls, shape: tuple[int, ...]) -> Region:
         return cls(shape, 0, 0, shape[0] if shape else 1)
 
-    def positions(self, first: int, last: int, device: torch.device) -> torch.Tensor:
+    def positions(self, first: int, last: int, device: torch.device) -> Tensor:
         """Return the int64 positions of the region's elements `first` to `last` in the flattened whole tensor."""
         inner = math.prod(self.shape[self.dim + 1 :])
         places = torch.arange(first, last, device=device)
@@ -43,9 +44,8 @@ class Region:
         if self.dim == 0 or not ours:
             return places + self.start * inner
         before = places.div(ours, rounding_mode="floor")
-        return (
-            before * (self.shape[self.dim] * inner) + self.start * inner + (places - before * ours)
-        )
+        outer = self.shape[self.dim] * inner
+        return before * outer + self.start * inner + (places - before * ours)
 
 
 def rounding_key(seed: int, name: str, update: int) -> int:
@@ -56,7 +56,7 @@ def rounding_key(seed: int, name: str, update: int) -> int:
     return key
 
 
-def stochastic_round(source: torch.Tensor, key: int, region: Region | None = None) -> torch.Tensor:
+def stochastic_round(source: Tensor, key: int, region: Region | None = None) -> Tensor:
     """Round FP32 to BF16, up or down at random, with the probability that makes the expected value exact.
 
     For example, a value a quarter of the way between two BF16 neighbours is rounded to the farther one with probability
@@ -84,7 +84,7 @@ def stochastic_round(source: torch.Tensor, key: int, region: Region | None = Non
     return rounded.view(source.shape)
 
 
-def random_bits(key: int, positions: torch.Tensor) -> torch.Tensor:
+def random_bits(key: int, positions: Tensor) -> Tensor:
     """Return 16 random bits for each of `positions` (int64), as int32. Equal arguments give equal bits."""
     bits = positions.mul(_signed(_GAMMA)).add_(_signed(key))
     bits = _shifted(bits, 30).mul_(_signed(_FIRST))
@@ -92,7 +92,7 @@ def random_bits(key: int, positions: torch.Tensor) -> torch.Tensor:
     return (_shifted(bits, 31) >> 48).bitwise_and_(0xFFFF).to(torch.int32)
 
 
-def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
+def _shifted(bits: Tensor, by: int) -> Tensor:
     """bits ^ (bits >> by), with zeros shifted in. (torch shifts in the sign.)"""
     return (bits >> by).bitwise_and_((1 << (64 - by)) - 1).bitwise_xor_(bits)
 

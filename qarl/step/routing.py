@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qarl.align.router import (
     RecordedRouting,
@@ -26,8 +27,8 @@ class RoutingComparison:
     """The routing of one forward. `known`: bool [T], the tokens whose experts the rollout has told. `other`: bool [T],
     those of them whose own routers chose other experts, in at least one layer."""
 
-    known: torch.Tensor
-    other: torch.Tensor
+    known: Tensor
+    other: Tensor
 
 
 class RoutingReplay:
@@ -37,9 +38,9 @@ class RoutingReplay:
     def __init__(self) -> None:
         self._hooks = ExitStack()
         self._record: RecordedRouting | None = None
-        self._sampled: torch.Tensor | None = None
+        self._sampled: Tensor | None = None
 
-    def begin(self, model: Any, sampled: torch.Tensor, *, replay: bool = True) -> None:
+    def begin(self, model: Any, sampled: Tensor, *, replay: bool = True) -> None:
         """Begin a forward of `model`. `sampled`: the rollout's experts, integers [T, layers, k], in the order of the
         forward's flattened rows, negative where they are unknown. `replay`: whether tokens go to these experts."""
         self.stop()

@@ -11,11 +11,12 @@ from operator import add
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from qarl.objectives.metrics import after_first_metrics, reduce_metrics
 
 Statistics = dict[str, float]
-TokenPairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+TokenPairs = tuple[Tensor, Tensor, Tensor]
 """Of each token the trainer's log-prob and the rollout's, both FP32 [tokens], and int64 [rows] tokens of each row."""
 
 
@@ -30,7 +31,7 @@ class Counts:
     delta: float = 0.0
 
     @classmethod
-    def of(cls, mask: torch.Tensor, own: torch.Tensor, rollout: torch.Tensor) -> Counts:
+    def of(cls, mask: Tensor, own: Tensor, rollout: Tensor) -> Counts:
         """Count rows. `own`: the trainer's log-probs. All tensors are [B, T], and only `own` may have a gradient."""
         valid = (mask != 0).to(own.device)
         difference = own.detach().float() - rollout.to(own.device).float()
@@ -39,7 +40,8 @@ class Counts:
         responses = valid.any(-1).sum()
         differing = (delta != 0).sum()
         sums = [responses, valid.sum(), differing, delta.double().sum()]
-        return cls(*torch.stack([value.double() for value in sums]).tolist())
+        numbers = torch.stack([value.double() for value in sums])
+        return cls(*numbers.tolist())
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*map(add, astuple(self), astuple(other)))
@@ -64,11 +66,12 @@ class LogProbPairs:
 
     parts: list[TokenPairs] = field(default_factory=list)
 
-    def add(self, own: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> None:
+    def add(self, own: Tensor, rollout: Tensor, mask: Tensor) -> None:
         """Add log-probs and mask of one micro-batch, each [B, T]. Their tokens stay on the device of `own`."""
         valid = mask.bool().to(own.device)
         rollout = rollout.to(own.device)
-        self.parts.append((own[valid].float(), rollout[valid].float(), valid.sum(-1)))
+        pair = (own[valid].float(), rollout[valid].float())
+        self.parts.append((*pair, valid.sum(-1)))
 
     def joined(self, device: torch.device | str = "cpu") -> TokenPairs:
         """Return all tokens on `device`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import torch
+from torch import Tensor
 
 from qarl.config import Config
 from qarl.config.objectives import get_objective
@@ -25,7 +26,7 @@ _BASELINES = dict.fromkeys(_GROUP, "group") | dict.fromkeys(_BATCH, "batch")
 """verl's estimators whose advantage of equal rewards is 0 but for rounding."""
 
 
-def step_advantages(config: Config, rewards: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+def step_advantages(config: Config, rewards: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return the advantage of each response of a step, FP32 [batch]. `rewards`: [batch], `lengths`: in tokens.
 
     The responses to a prompt must be consecutive. `algorithm.adv_estimator` chooses the function:
@@ -44,9 +45,7 @@ def step_advantages(config: Config, rewards: torch.Tensor, lengths: Sequence[int
     return grpo_advantages(rewards, group_ids, norm_adv_by_std_in_grpo=norm)
 
 
-def _verls(
-    name: str, rewards: torch.Tensor, group_ids: Sequence[Hashable], lengths: torch.Tensor
-) -> torch.Tensor:
+def _verls(name: str, rewards: Tensor, group_ids: Sequence[Hashable], lengths: Tensor) -> Tensor:
     """Return the advantages of verl's estimator `name`, for which the score of an empty response is 0."""
     advantages = verl_functions.outcome_advantages(name, rewards, group_ids, lengths)
     filled = lengths > 0
@@ -63,12 +62,12 @@ def baseline_of(estimator: str) -> str | None:
 
 
 def equal_rewards(
-    rewards: torch.Tensor,
+    rewards: Tensor,
     group_ids: Sequence[Hashable],
     *,
     baseline: str | None,
-    filled: torch.Tensor,
-) -> torch.Tensor:
+    filled: Tensor,
+) -> Tensor:
     """Return which responses are compared only with rewards equal to their own, bool [batch].
 
     A group of one response has no baseline and is not counted.
@@ -95,8 +94,8 @@ def equal_rewards(
 
 
 def grpo_advantages(
-    rewards: torch.Tensor, group_ids: Sequence[Hashable], *, norm_adv_by_std_in_grpo: bool = True
-) -> torch.Tensor:
+    rewards: Tensor, group_ids: Sequence[Hashable], *, norm_adv_by_std_in_grpo: bool = True
+) -> Tensor:
     """Return one advantage per response: (reward - mean of the group) / standard deviation of the group.
 
     Args:

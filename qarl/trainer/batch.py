@@ -167,7 +167,8 @@ def _pad(
 ) -> torch.Tensor:
     """Return the numbers or tensors [tokens, ...] of all responses as one [B, width, ...], filled up with `value`."""
     tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
-    padded = torch.full((len(rows), width, *tensors[0].shape[1:]), value, dtype=dtype)
+    shape = (len(rows), width, *tensors[0].shape[1:])
+    padded = torch.full(shape, value, dtype=dtype)
     for i, row in enumerate(tensors):
         padded[i, : len(row)] = row
     return padded
@@ -204,7 +205,8 @@ def micro_batches(
     assert limit is not None
     if only is None:
         only = torch.arange(start, stop, device=batch.input_ids.device)
-    return [only[rows] for rows in fill(batch.lengths[only].tolist(), limit)]
+    lengths = batch.lengths[only].tolist()
+    return [only[rows] for rows in fill(lengths, limit)]
 
 
 def fill(lengths: Sequence[int], limit: int) -> list[list[int]]:
@@ -236,19 +238,22 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
     Sets = list[tuple[int, list[int]]]
     heap: list[tuple[int, int, Sets]] = []
     for row, length in enumerate(lengths):
-        heapq.heappush(
-            heap, (-length, row, [(length, [row]), *((0, []) for _ in range(count - 1))])
-        )
+        sets: Sets = [(length, [row])]
+        sets += [(0, []) for _ in range(count - 1)]
+        heapq.heappush(heap, (-length, row, sets))
     while len(heap) > 1:
         _, first, largest = heapq.heappop(heap)
         _, second, other = heapq.heappop(heap)
-        joined = [
-            (a + b, rows + more)
-            for (a, rows), (b, more) in zip(largest, reversed(other), strict=True)
-        ]
+        joined: Sets = []
+        for (a, rows), (b, more) in zip(largest, reversed(other), strict=True):
+            joined.append((a + b, rows + more))
         joined.sort(key=lambda item: (-item[0], item[1]))
-        heapq.heappush(heap, (joined[-1][0] - joined[0][0], min(first, second), joined))
-    return sorted(sorted(rows) for _, rows in heap[0][2] if rows) if heap else []
+        unevenness = joined[-1][0] - joined[0][0]
+        heapq.heappush(heap, (unevenness, min(first, second), joined))
+        if not heap:
+            return []
+        _, _, sets = heap[0]
+        return sorted(sorted(rows) for _, rows in sets if rows)
 
 
 @dataclass(frozen=True)
@@ -289,7 +294,8 @@ def lay_out(batch: Batch, rows: Rows, *, packed: bool = True) -> Layout:
     input_ids = batch.input_ids[rows]
     lengths = batch.lengths[rows]
     count, width = input_ids.shape
-    valid = torch.arange(width, device=lengths.device)[None, :] < lengths[:, None]
+    columns = torch.arange(width, device=lengths.device)
+    valid = columns[None, :] < lengths[:, None]
     row_lengths: tuple[int, ...] = tuple(lengths.tolist())
     if packed:
         tokens = input_ids[valid]
@@ -302,12 +308,14 @@ def lay_out(batch: Batch, rows: Rows, *, packed: bool = True) -> Layout:
         if missing:  # a row of its own
             row_lengths = (*row_lengths, missing)
             positions = torch.cat([positions, torch.arange(missing, device=positions.device)])
-        inputs = {"input_ids": F.pad(tokens, (0, missing))[None], "position_ids": positions[None]}
+        row = F.pad(tokens, (0, missing))
+        inputs = {"input_ids": row[None], "position_ids": positions[None]}
     else:
         starts = torch.arange(count, device=lengths.device) * width
         places = valid.flatten().nonzero()[:, 0]
         inputs = {"input_ids": input_ids}
     mask = batch.response_mask[rows]
     offsets = torch.arange(mask.shape[1], device=mask.device)
-    predictors = (starts[:, None] + batch.prompt_lengths[rows, None] - 1 + offsets)[mask]
+    first_predictors = starts[:, None] + batch.prompt_lengths[rows, None] - 1
+    predictors = (first_predictors + offsets)[mask]
     return Layout(inputs | {"row_lengths": row_lengths}, valid, places, predictors)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from qarl.align import align_model
 from qarl.align.cpu_attention import uses_engine_attention
@@ -216,8 +216,8 @@ class Policy:
         config: Config,
         *,
         truncation: Truncation | None = None,
-        only: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        only: Tensor | None = None,
+    ) -> Tensor:
         """Return the log-probs of all response tokens of a batch, FP32 [B, R], without gradients.
 
         `only`: int64 [rows]; rows to compute, while all others are 0. `truncation`: see `response_log_probs`."""
@@ -231,7 +231,7 @@ class Policy:
 
     def response_log_probs(
         self, batch: Batch, rows: Rows, *, temperature: float, truncation: Truncation | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return log-probs of the response tokens of `batch[rows]`, FP32 [rows, response_length]; 0 on padding.
 
         `truncation`: top-p and top-k. Pass it only to compute the old log-probs. It stores the tokens that top-p and
@@ -243,7 +243,7 @@ class Policy:
 
     def response_log_probs_and_top(
         self, batch: Batch, rows: Rows, *, temperature: float, truncation: Truncation | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Return `response_log_probs` and the likeliest token at each position (int64; 0 on padding).
 
         The logits are BF16 or FP32, like the engine's (`model.head_dtype`). They are converted to FP32 before the
@@ -331,7 +331,7 @@ class Policy:
         """Whether the logits are lm_head's unchanged output."""
         return has_plain_head(self.model)
 
-    def published_tensors(self, *, stacks: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    def published_tensors(self, *, stacks: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors to publish. The forward of quantized layers uses these tensors. `stacks=False`: with
         experts one by one, as in a checkpoint."""
         return packed_state_dict(self.model, scheme=self.scheme, ignore=self.ignore, stacks=stacks)

@@ -226,7 +226,8 @@ def check_resume(asked: str | bool | None, args: QaRLConfig, settings: Mapping[s
             what, where=str(folder), why="QaRLTrainer writes this file", fix=fix
         ) from None
     names = [*settings, *(name for name in saved if name not in settings)]
-    changed = [name for name in names if name != INPUTS and saved.get(name) != settings.get(name)]
+    compared = [name for name in names if name != INPUTS]
+    changed = [name for name in compared if saved.get(name) != settings.get(name)]
     if changed == ["base"]:
         raise UserError(
             f"the run cannot resume from {folder}: its adapter was trained on another base",

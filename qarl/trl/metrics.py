@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from qarl.config import Config
 from qarl.metrics.step_metrics import token_mismatch
@@ -51,7 +52,8 @@ class StepMetrics:
         """
         if self._noise_is_checked:
             return
-        (tokens,) = self._summed([int(inputs["completion_mask"][:RESPONSES].sum())])
+        mask = inputs["completion_mask"][:RESPONSES]
+        (tokens,) = self._summed([int(mask.sum())])
         if not tokens:
             return  # all responses were masked, as TRL does with truncated ones; the next micro-batch may have tokens
         self._noise_is_checked = True
@@ -76,9 +78,7 @@ class StepMetrics:
         in which every ratio is 1."""
         self._statistics.add(statistics, first=first)
 
-    def compare(
-        self, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, *, trained: bool
-    ) -> None:
+    def compare(self, old: Tensor, rollout: Tensor, mask: Tensor, *, trained: bool) -> None:
         """Compare the log-probs of trainer and engine, all [B, T]. `trained`: whether an update has been made.
 
         Raises:
@@ -89,13 +89,18 @@ class StepMetrics:
             return
         own, sampled, lengths = self._pairs.parts[-1]
         delta = (own - sampled).abs().double()
-        total, tokens, rows = self._summed([float(delta.sum()), delta.numel(), len(lengths)])
-        self._check(total / max(tokens, 1), tokens / max(rows, 1), before_first_update=True)
+        sums = [float(delta.sum()), delta.numel(), len(lengths)]
+        total, tokens, rows = self._summed(sums)
+        mismatch = total / max(tokens, 1)
+        length = tokens / max(rows, 1)
+        self._check(mismatch, length, before_first_update=True)
 
     def _summed(self, numbers: Sequence[float]) -> list[float]:
         """Return each number's sum over all processes."""
-        sums = torch.tensor(list(numbers), dtype=torch.float64, device=self.accelerator.device)
-        return cast(list[float], self.accelerator.reduce(sums, reduction="sum").tolist())
+        accelerator = self.accelerator
+        own = torch.tensor(list(numbers), dtype=torch.float64, device=accelerator.device)
+        sums = accelerator.reduce(own, reduction="sum")
+        return cast(list[float], sums.tolist())
 
     def take(self, report: PublishReport | None) -> dict[str, float]:
         """Return the metrics of all processes since the last call."""

@@ -97,9 +97,9 @@ def longest_prompt(args: QaRLConfig, tokenizer: Any, *datasets: Any) -> int:
     limit = args.vllm_max_model_length
     response = args.max_completion_length
     assert response is not None  # `run_config` refuses None
-    parts = [
-        part for data in datasets for part in (data.values() if isinstance(data, dict) else [data])
-    ]
+    parts = []
+    for data in datasets:
+        parts += data.values() if isinstance(data, dict) else [data]
     longest = max(
         (n for data in parts if data is not None for n in _lengths(args, tokenizer, data)),
         default=1,

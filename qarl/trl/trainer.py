@@ -436,5 +436,6 @@ class MasterAdamW(MuonAdamW):
         if "master" not in state:
             state["master"] = parameter.detach().float()
         master: torch.Tensor = state["master"]
-        master.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+        decay = 1 - group["lr"] * group["weight_decay"]
+        master.mul_(decay).add_(update, alpha=-group["lr"])
         write_back(parameter, master)

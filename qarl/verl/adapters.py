@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from verl.utils.device import get_device_name
 
 from qarl.checkpoint.read_weights import BASE_FILE
@@ -35,7 +35,7 @@ from qarl.rollout.remote.wire import encode_publish, numbered
 from qarl.schemes import Scheme
 from qarl.verl.publication import run_identity
 
-Named = Iterator[tuple[str, torch.Tensor]]
+Named = Iterator[tuple[str, Tensor]]
 
 
 class ActorAdapters(Adapters):
@@ -142,11 +142,11 @@ class ActorAdapters(Adapters):
         """Return the model's attribute, for verl's checkpoint manager, which also saves the config."""
         return getattr(self.__dict__["model"], name)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         return self.tensors()
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Load the tensors of `state_dict`. Raise UserError if `state` has others."""
         ours = self.tensors()
         if differing := sorted(ours.keys() ^ state.keys()):

@@ -32,9 +32,8 @@ def rows_of_equal_rewards(
     compared = _last_outputs(keys) if algorithm.adv_estimator == "grpo" else list(range(len(keys)))
     prompts = [sessions[row].rpartition("_")[0] for row in compared]
     equal = equal_rewards(rewards[compared], prompts, baseline=baseline, filled=filled[compared])
-    chosen = {
-        sessions[row] for row, is_equal in zip(compared, equal.tolist(), strict=True) if is_equal
-    }
+    of_rows = zip(compared, equal.tolist(), strict=True)
+    chosen = {sessions[row] for row, is_equal in of_rows if is_equal}
     return [row for row, session in enumerate(sessions) if session in chosen]
 
 
@@ -43,5 +42,6 @@ def _last_outputs(keys: Sequence[str]) -> list[int]:
     last: dict[str, tuple[int, int]] = {}
     for row, key in enumerate(keys):
         session, _, output = key.rpartition("_")
-        last[session] = max(last.get(session, (-1, -1)), (int(output), row))
+        latest = last.get(session, (-1, -1))
+        last[session] = max(latest, (int(output), row))
     return sorted(row for _, row in last.values())

@@ -80,8 +80,14 @@ class Watch:
     def dead(self, timeout: float = 0.0) -> dict[str, str]:
         """Wait up to `timeout` seconds for answers. Return name -> error of the actors that answered with an error."""
         wait(self._asked.values(), timeout=timeout)
-        errors = {name: answer.exception() for name, answer in self._asked.items() if answer.done()}
-        self._asked = {name: answer for name, answer in self._asked.items() if name not in errors}
+        errors = {}
+        waiting = {}
+        for name, answer in self._asked.items():
+            if answer.done():
+                errors[name] = answer.exception()
+            else:
+                waiting[name] = answer
+        self._asked = waiting
         return {name: _in_short(error) for name, error in errors.items() if error is not None}
 
 
@@ -216,10 +222,11 @@ class Preemptions:
                 )
         # Without a proxy, because the servers are in the run's own network.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        answers = (
-            opener.open(url, timeout=ANSWER_SECONDS).read().decode() for url in self._urls.values()
-        )
-        return sum(map(preemptions_in, answers))
+        preemptions = 0
+        for url in self._urls.values():
+            answer = opener.open(url, timeout=ANSWER_SECONDS).read()
+            preemptions += preemptions_in(answer.decode())
+        return preemptions
 
 
 def preemptions_in(metrics: str) -> int:

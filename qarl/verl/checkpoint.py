@@ -269,9 +269,9 @@ class Saving:
         run that has a checkpoint by time replaces it at its end."""
         if self._freq > 0 and (last or step % self._freq == 0):
             return False
-        return (
-            bool(self._passing()) if last else 0 < self._seconds <= time.monotonic() - self._since
-        )
+        if last:
+            return bool(self._passing())
+        return 0 < self._seconds <= time.monotonic() - self._since
 
     def folder(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`, and mark it if the next checkpoint replaces it."""
@@ -335,9 +335,8 @@ def engine_state(engine: Any, parts: Collection[str] = PARTS) -> State:
         ]
         state["optimizer.param_groups"] = _digest(repr(groups).encode())
     if "extra" in parts:
-        state["scheduler"] = _digest(
-            repr(sorted(engine.lr_scheduler.state_dict().items(), key=str)).encode()
-        )
+        scheduler = sorted(engine.lr_scheduler.state_dict().items(), key=str)
+        state["scheduler"] = _digest(repr(scheduler).encode())
     local = {name: local_part(tensor) for name, tensor in tensors.items()}
     # With param_offload verl has only begun to copy them to the host (`non_blocking` in verl/utils/fsdp_utils.py).
     if torch.accelerator.is_available():
@@ -388,7 +387,8 @@ def check_record(engine: Any, folder: str) -> str:
     live = engine_state(engine, parts)
     if "extra" in parts:
         live |= random_state(engine.checkpoint_manager.get_rng_state())
-    wrong = sorted(name for name in saved.keys() | live.keys() if saved.get(name) != live.get(name))
+    names = saved.keys() | live.keys()
+    wrong = sorted(name for name in names if saved.get(name) != live.get(name))
     if wrong:
         raise UserError(
             f"{len(wrong)} parts of the loaded state differ from what was saved",

@@ -164,12 +164,14 @@ def log_softmax_of_chosen(
         temperature = output_args["temperature_rmpad"]
     else:
         lengths = offsets.diff()
-        places = torch.arange(logits.shape[1], device=logits.device)[None, :] < lengths[:, None]
-        rows = logits[places]
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        valid = columns[None, :] < lengths[:, None]
+        rows = logits[valid]
         temperature = output_args["temperature"].repeat_interleave(lengths)
     if not output_args.get("temperature_is_one", False):
         rows = rows / temperature.clamp(min=1e-8)[:, None]
-    chosen = rows.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    log_probs = rows.log_softmax(-1)
+    chosen = log_probs.gather(1, labels[:, None])[:, 0]
     if packed:
         chosen = gather(chosen, output_args["pad_size"])
     return torch.nested.nested_tensor_from_jagged(chosen, offsets)
@@ -192,7 +194,8 @@ def row_inputs(inputs: dict[str, Any], micro_batch: Any, *, exact: bool) -> dict
     changes["row_lengths"] = tuple(rows)
     if exact:
         prompts = micro_batch["prompts"].offsets().diff()
-        changes["prompt_lengths"] = torch.cat([prompts, lengths.new_tensor(rows[len(lengths) :])])
+        added = lengths.new_tensor(rows[len(lengths) :])
+        changes["prompt_lengths"] = torch.cat([prompts, added])
     return changes
 
 
@@ -239,12 +242,11 @@ def as_forward(routed: Any, input_ids: torch.Tensor) -> torch.Tensor:
     are those of the flattened `input_ids`. Positions without a token get -1."""
     values = routed.values()
     lengths = routed.offsets().diff()
-    routing = torch.full(
-        (*input_ids.shape, *values.shape[1:]), -1, dtype=values.dtype, device=values.device
-    )
+    routing = values.new_full((*input_ids.shape, *values.shape[1:]), -1)
     if len(input_ids) != len(lengths):  # packed
         routing[0, : len(values)] = values
     else:
-        places = torch.arange(input_ids.shape[1], device=lengths.device)[None, :] < lengths[:, None]
-        routing[places.to(routing.device)] = values
+        columns = torch.arange(input_ids.shape[1], device=lengths.device)
+        valid = columns[None, :] < lengths[:, None]
+        routing[valid.to(routing.device)] = values
     return routing.flatten(0, 1)

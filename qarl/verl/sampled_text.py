@@ -25,8 +25,11 @@ def refuse_other_tokens(trained: Sequence[int], sampled: Sequence[int], where: s
     """Raise UserError unless `trained` is `sampled`, or its beginning, which is what a limit on the length leaves."""
     if list(trained) == list(sampled[: len(trained)]):
         return
-    pairs = zip(trained, sampled, strict=False)
-    first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(trained), len(sampled)))
+    first = 0
+    for own, other in zip(trained, sampled, strict=False):
+        if own != other:
+            break
+        first += 1
     raise _changed(
         f"{where}, from token {first} on ({len(sampled)} tokens sampled, {len(trained)} to be trained on)"
     )

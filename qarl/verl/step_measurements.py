@@ -50,7 +50,9 @@ def log_prob_rows(batch: Any) -> Any:
 def temperature_of(data: Any) -> float:
     """Return the lowest temperature of a verl batch. verl gives a number for all rows or a tensor with one per row."""
     value = data.get("temperature", 1.0)
-    return float(value.min() if isinstance(value, torch.Tensor) else getattr(value, "data", value))
+    if isinstance(value, torch.Tensor):
+        return float(value.min())
+    return float(getattr(value, "data", value))
 
 
 @dataclass

@@ -45,6 +45,7 @@ from typing import Any
 import numpy as np
 import torch
 import transfer_queue as tq
+from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import register_trainer
@@ -153,9 +154,11 @@ class QaRLTrainerSync(PPOTrainerSync):
         column = "token_level_rewards" if algorithm.use_kl_in_reward else "rm_scores"
         names = [column, "response_mask"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=partition, select_fields=names)
-        rewards, tokens = (
-            torch.stack([row.float().sum() for row in data[name].unbind()]) for name in names
-        )
+        sums = []
+        for name in names:
+            rows = data[name].unbind()
+            sums.append(torch.stack([row.float().sum() for row in rows]))
+        rewards, tokens = sums
         if equal := rows_of_equal_rewards(batch.keys, rewards, tokens > 0, algorithm):
             keys = [batch.keys[row] for row in equal]
             data = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=["advantages"])
@@ -236,7 +239,7 @@ class QaRLTrainerSync(PPOTrainerSync):
         tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data)
         return batch
 
-    def _columns(self, batch: Any, own: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _columns(self, batch: Any, own: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return the trainer's log-probs (column `own`), the rollout's, and the mask, each padded to [rows, R]."""
         from verl.workers.utils.padding import response_from_nested
 
@@ -340,7 +343,8 @@ class QaRLTrainerSync(PPOTrainerSync):
         first = self._first_rows()
         share = len(batch) // self._ranks()
         shuffled = self.config.actor_rollout_ref.actor.get("shuffle", False)
-        filled = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+        padding = [tag.get("is_padding", False) for tag in batch.tags]
+        filled = [row for row, is_padding in enumerate(padding) if not is_padding]
         return [row for row in filled if shuffled or row % share >= first]
 
     def _first_rows(self) -> int:

@@ -44,7 +44,8 @@ def run(work: Work) -> int:
     longest = work.response_length[-1]
     what = f"{find_model(work.model).name} on {work.gpus} x {rates.device}, {work.prompts} x {work.n} responses of"
     what += f" {mean} tokens (at most {longest}) to prompts of {work.prompt_length}. Rates of one device:"
-    print("\n  ".join([what, *rates.sources]), table(rows), terms_table(rows), footer(), sep="\n\n")
+    heading = "\n  ".join([what, *rates.sources])
+    print(heading, table(rows), terms_table(rows), footer(), sep="\n\n")
     if work.json:
         document = {"rates": rates.sources, "results": rows}
         work.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

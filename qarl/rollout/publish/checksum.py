@@ -34,6 +34,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from qarl.kernels.base import is_gpu
 from qarl.quant.quantize import FLOAT_BITS, has_nonfinite
@@ -46,7 +47,7 @@ _GPU_CHUNK = (
 _LOWER = 0xFFFFFFFF
 
 
-def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+def checksums(tensors: Iterable[Tensor]) -> list[int]:
     """Return the checksum of each tensor (any dtype, shape, strides and device)."""
     sums = [checksum(tensor.detach()) for tensor in tensors]
     if not sums:
@@ -56,7 +57,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     return numbers
 
 
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
+def checksum(tensor: Tensor) -> Tensor:
     """Return the checksum as 0-d int64. It depends on the number of bytes, so trailing zeros change it."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     size = flat.numel()
@@ -69,7 +70,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _words(data: torch.Tensor, size: int) -> torch.Tensor:
+def _words(data: Tensor, size: int) -> Tensor:
     """Return the checksum of whole words, `data` uint8 [8 * words], plus `size`."""
     count = data.numel() // 8
     device = data.device
@@ -92,19 +93,19 @@ def _words(data: torch.Tensor, size: int) -> torch.Tensor:
     return total
 
 
-def _as_words(data: torch.Tensor) -> torch.Tensor:
+def _as_words(data: Tensor) -> Tensor:
     """View bytes as int64. Bytes that do not begin at a multiple of 8 are copied."""
     return (data if data.storage_offset() % 8 == 0 else data.clone()).view(torch.int64)
 
 
-def _mixed(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _mixed(words: Tensor, weights: Tensor) -> Tensor:
     """Mix each word, multiply it by its weight, and mix it again. `_LOWER` clears the sign bits that `>>` copies in."""
     mixed = words >> 32
     mixed = mixed.bitwise_and_(_LOWER).bitwise_xor_(words).mul_(weights)
     return (mixed >> 32).bitwise_and_(_LOWER).bitwise_xor_(mixed)
 
 
-def mix(words: torch.Tensor) -> torch.Tensor:
+def mix(words: Tensor) -> Tensor:
     """Mix contiguous words in place, in one operation on their halves. It needs a little-endian machine."""
     halves = words.view(-1).view(torch.int32)
     halves[::2].bitwise_xor_(halves[1::2])
@@ -112,7 +113,7 @@ def mix(words: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def weights(seed: int, count: int, device: torch.device) -> torch.Tensor:
+def weights(seed: int, count: int, device: torch.device) -> Tensor:
     """Return `count` pseudorandom odd int64 numbers (splitmix64's finalizer, applied to consecutive numbers)."""
     if device.type != "cpu":
         return weights(seed, count, torch.device("cpu")).to(device)
@@ -143,10 +144,10 @@ class _Plan(NamedTuple):
     and whether it has other rows."""
 
     counts: tuple[int, ...]
-    start: torch.Tensor
-    owners: torch.Tensor
-    outer: torch.Tensor
-    several: torch.Tensor
+    start: Tensor
+    owners: Tensor
+    outer: Tensor
+    several: Tensor
 
 
 @lru_cache(maxsize=1024)
@@ -163,11 +164,11 @@ def _plan(sizes: tuple[int, ...], device: torch.device) -> _Plan:
 
 
 @lru_cache(maxsize=8)
-def _zeros(device: torch.device) -> torch.Tensor:
+def _zeros(device: torch.device) -> Tensor:
     return torch.zeros(_ROW, dtype=torch.uint8, device=device)
 
 
-def unit_checksums(tensors: Sequence[torch.Tensor], *, finite: bool = False) -> torch.Tensor:
+def unit_checksums(tensors: Sequence[Tensor], *, finite: bool = False) -> Tensor:
     """Return int64 [2, tensors]: the checksums, and if `finite`, a number other than 0 for each tensor that contains
     NaN or Inf. It is on the device of most tensors."""
     groups: dict[tuple[torch.device, str], list[int]] = {}
@@ -189,11 +190,11 @@ def unit_checksums(tensors: Sequence[torch.Tensor], *, finite: bool = False) -> 
 
 
 @lru_cache(maxsize=1024)
-def _inverse(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _inverse(places: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(places).argsort().to(device)
 
 
-def _way(tensor: torch.Tensor) -> str:
+def _way(tensor: Tensor) -> str:
     if tensor.nbytes % 8 or (tensor.is_floating_point() and tensor.dtype not in FLOAT_BITS):
         return "each"
     aligned = tensor.storage_offset() * tensor.itemsize % 8 == 0
@@ -234,7 +235,7 @@ def _has_kernel(device: torch.device) -> bool:
     return agrees
 
 
-def _check_by_kernel(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Tensor:
+def _check_by_kernel(tensors: Sequence[Tensor], finite: bool) -> Tensor:
     """Read large tensors where they lie, and small ones together, in copied rows."""
     from qarl.kernels.triton.checksum import add_checksum, add_row_checksums
 
@@ -270,7 +271,7 @@ def _row_table(
     sizes: tuple[int, ...],
     dtypes: tuple[torch.dtype | None, ...],
     device: torch.device,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the table of `add_row_checksums`. `numbers`: the places of the tensors among all."""
     from qarl.kernels.triton.checksum import lanes
 
@@ -285,7 +286,7 @@ def _row_table(
     return torch.stack([*rows, *lanes_of[plan.owners].t()]).to(device)
 
 
-def _check_each(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Tensor:
+def _check_each(tensors: Sequence[Tensor], finite: bool) -> Tensor:
     digests = torch.stack([checksum(tensor) for tensor in tensors])
     good = torch.zeros((), dtype=torch.bool, device=digests.device)
     bad = [
@@ -295,7 +296,7 @@ def _check_each(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Tensor:
     return torch.stack((digests, torch.stack(bad)))
 
 
-def _rows(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
+def _rows(tensors: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
     """Copy the bytes of `tensors` behind each other into rows of `BLOCK` words. `counts`: the rows of each tensor."""
     zeros = _zeros(tensors[0].device)
     parts = []
@@ -307,7 +308,7 @@ def _rows(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tenso
     return torch.cat(parts).view(torch.int64).view(-1, BLOCK)
 
 
-def _check_rows(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Tensor:
+def _check_rows(tensors: Sequence[Tensor], finite: bool) -> Tensor:
     """`tensors` are on one device, in the order of their dtypes."""
     device = tensors[0].device
     plan = _plan(tuple(tensor.nbytes for tensor in tensors), device)
@@ -333,7 +334,7 @@ def _check_rows(tensors: Sequence[torch.Tensor], finite: bool) -> torch.Tensor:
 _WAYS = {"kernel": _check_by_kernel, "rows": _check_rows, "each": _check_each}
 
 
-def nonfinite_by_kernel(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def nonfinite_by_kernel(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return, as bool [tensors], which of these float tensors of one device contain NaN or Inf, or None if the kernel
     cannot read one of them."""
     if not all(_way(tensor) == "kernel" for tensor in tensors):

@@ -42,6 +42,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from qarl.rollout.publish.manifest import NamedTensor
 
@@ -58,13 +59,13 @@ class Compared:
 
     `old`, `new`: their words. `differs`: bool, for each group. `count`: how many differ, 0-d int64 on their device."""
 
-    old: torch.Tensor
-    new: torch.Tensor
-    differs: torch.Tensor
-    count: torch.Tensor
+    old: Tensor
+    new: Tensor
+    differs: Tensor
+    count: Tensor
 
 
-def compare(before: torch.Tensor, now: torch.Tensor) -> Compared:
+def compare(before: Tensor, now: Tensor) -> Compared:
     """Compare two contiguous tensors of one dtype and shape bit by bit. They must be on one device, for which this does
     not wait."""
     old = _words(before)
@@ -77,7 +78,7 @@ def compare(before: torch.Tensor, now: torch.Tensor) -> Compared:
     return Compared(old, new, differs, differs.sum())
 
 
-def find_changes(compared: Compared, count: int) -> tuple[int, torch.Tensor | None]:
+def find_changes(compared: Compared, count: int) -> tuple[int, Tensor | None]:
     """Return how many words of a tensor have changed, and the payload for `apply_changes`, on the same device. It is
     None if no word has changed, or if it would not be smaller than the tensor. `count`: the number in `compared`."""
     new = compared.new
@@ -104,7 +105,7 @@ def find_changes(compared: Compared, count: int) -> tuple[int, torch.Tensor | No
     return count, torch.cat((header, values, padding, coded.view(torch.uint8)))
 
 
-def apply_changes(tensor: torch.Tensor, payload: torch.Tensor) -> None:
+def apply_changes(tensor: Tensor, payload: Tensor) -> None:
     """Write the changed words of `payload` into the contiguous `tensor`, which is on the same device.
 
     Raises:
@@ -129,7 +130,7 @@ def apply_changes(tensor: torch.Tensor, payload: torch.Tensor) -> None:
     words[positions] = values
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
+def _words(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(_WORDS[tensor.element_size()])
 
 
@@ -137,7 +138,7 @@ def _padded(size: int) -> int:
     return -(-size // 8) * 8
 
 
-def _differing(compared: Compared, count: int) -> torch.Tensor:
+def _differing(compared: Compared, count: int) -> Tensor:
     """Return the int64 positions of the words that differ, or, if many differ, a bool for every word.
 
     Groups of eight bytes are compared first, because usually few words differ. Positions are returned only if few
@@ -156,7 +157,7 @@ def _differing(compared: Compared, count: int) -> torch.Tensor:
     return candidates[old[candidates] != new[candidates]]
 
 
-def _smallest(positions: torch.Tensor, total: int) -> tuple[int, int, torch.Tensor]:
+def _smallest(positions: Tensor, total: int) -> tuple[int, int, Tensor]:
     """Encode ascending `positions` (at least one) in the smallest coding. Return (coding, bytes without padding,
     encoded positions)."""
     gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
@@ -175,7 +176,7 @@ def _escape(width: int) -> int:
     return (1 << 8 * width) - 1
 
 
-def _to_symbols(gaps: torch.Tensor, width: int) -> torch.Tensor:
+def _to_symbols(gaps: Tensor, width: int) -> Tensor:
     """Encode gaps in numbers of `width` bytes. A long gap is split, as the module's docstring says."""
     escape = _escape(width)
     escapes = gaps // escape
@@ -185,7 +186,7 @@ def _to_symbols(gaps: torch.Tensor, width: int) -> torch.Tensor:
     return symbols.to(torch.int32).to(_GAPS[width])
 
 
-def _from_symbols(coded: torch.Tensor, width: int) -> torch.Tensor:
+def _from_symbols(coded: Tensor, width: int) -> Tensor:
     if coded.numel() % width or not coded.numel():
         return coded.new_empty(0, dtype=torch.int64)
     escape = _escape(width)
@@ -194,14 +195,14 @@ def _from_symbols(coded: torch.Tensor, width: int) -> torch.Tensor:
     return (symbols + is_gap).cumsum(0)[is_gap] - 1
 
 
-def _to_mask(differs: torch.Tensor) -> torch.Tensor:
+def _to_mask(differs: Tensor) -> Tensor:
     bits = F.pad(differs.to(torch.uint8), (0, _padded(differs.numel()) - differs.numel()))
     return (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(
         1, dtype=torch.uint8
     )
 
 
-def _from_mask(coded: torch.Tensor, total: int) -> torch.Tensor:
+def _from_mask(coded: Tensor, total: int) -> Tensor:
     if coded.numel() != _padded(total) // 8:
         return coded.new_empty(0, dtype=torch.int64)
     bits = coded[:, None] >> torch.arange(8, dtype=torch.uint8, device=coded.device) & 1
@@ -218,7 +219,7 @@ class PublishedCache:
     """The tensors of the last publish and their checksums by name. `fingerprint` is None unless it was complete."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
         self.digests: dict[str, int] = {}
         self.fingerprint: str | None = None
 
@@ -228,7 +229,7 @@ class PublishedCache:
         if not changes:
             self.digests = {}
 
-    def put(self, name: str, tensor: torch.Tensor, digest: int = 0) -> None:
+    def put(self, name: str, tensor: Tensor, digest: int = 0) -> None:
         """Copy `tensor`. If dtype and shape are unchanged, overwrite the earlier tensor of this name."""
         tensor = tensor.detach()
         old = self.tensors.get(name)
@@ -238,7 +239,7 @@ class PublishedCache:
             self.tensors[name] = tensor.to("cpu", copy=True).contiguous()
         self.digests[name] = digest
 
-    def compare(self, name: str, tensor: torch.Tensor) -> Compared | None:
+    def compare(self, name: str, tensor: Tensor) -> Compared | None:
         """Compare `tensor` with the one of this name, or return None if there is none like it. This does not wait for a
         device."""
         before = self.tensors.get(name)
@@ -246,7 +247,7 @@ class PublishedCache:
             return None
         return compare(before.to(tensor.device, non_blocking=True), tensor.detach().contiguous())
 
-    def take(self, name: str, sent: torch.Tensor, digest: int, *, is_delta: bool) -> None:
+    def take(self, name: str, sent: Tensor, digest: int, *, is_delta: bool) -> None:
         """Store what a delta publish has sent for the tensor `name`: the whole tensor, or a payload of its changes.
 
         Raises:
@@ -281,7 +282,7 @@ class Tally:
     changed: dict[str, int] = field(default_factory=dict)
     words: dict[str, int] = field(default_factory=dict)
 
-    def add(self, name: str, tensor: torch.Tensor, changed: int) -> None:
+    def add(self, name: str, tensor: Tensor, changed: int) -> None:
         leaf = name.rpartition(".")[2]
         kind = (
             "scales" if leaf == "weight_scale" else "codes" if tensor.dtype in _LOW_BIT else "other"

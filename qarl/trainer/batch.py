@@ -250,10 +250,10 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
         joined.sort(key=lambda item: (-item[0], item[1]))
         unevenness = joined[-1][0] - joined[0][0]
         heapq.heappush(heap, (unevenness, min(first, second), joined))
-        if not heap:
-            return []
-        _, _, sets = heap[0]
-        return sorted(sorted(rows) for _, rows in sets if rows)
+    if not heap:
+        return []
+    _, _, sets = heap[0]
+    return sorted(sorted(rows) for _, rows in sets if rows)
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def longest_prompt(args: QaRLConfig, tokenizer: Any, *datasets: Any) -> int:
     limit = args.vllm_max_model_length
     response = args.max_completion_length
     assert response is not None  # `run_config` refuses None
-    parts = []
+    parts: list[Any] = []
     for data in datasets:
         parts += data.values() if isinstance(data, dict) else [data]
     longest = max(

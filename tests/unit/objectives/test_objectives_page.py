@@ -14,9 +14,9 @@ from qarl.config import ConfigError
 from qarl.config.actor import (
     REJECTIONS,
     AdvEstimator,
-    Level,
     LossAggMode,
     RolloutCorrectionConfig,
+    WeightLevel,
     WeightMode,
 )
 from qarl.config.objectives import objective_names
@@ -38,7 +38,7 @@ def named(heading: str) -> set[str]:
         ("Objectives", objective_names()),
         ("Averages", get_args(LossAggMode)),
         ("Advantages", get_args(AdvEstimator)),
-        ("Weights", (*get_args(Level), *get_args(WeightMode))),
+        ("Weights", (*get_args(WeightLevel), *get_args(WeightMode))),
         ("Rejection", (*REJECTIONS, "corr", "ppo")),
     ],
 )

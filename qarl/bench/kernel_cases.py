@@ -37,27 +37,29 @@ from qarl.kernels.reference import (
 from qarl.kernels.registry import ENGINE, experts_kernels_of, kernels_of
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
 from qarl.quant.experts import quantize_stack
-from qarl.quant.quantize import QuantizedTensor, quantize
+from qarl.quant.quantize import QuantizedTensor, codes_dtype, quantize
 from qarl.schemes import Scheme, get_scheme
-from qarl.schemes.base import INT8_INT8
+from qarl.schemes.base import INT8_INT8, Operands
 
 QUANTIZERS = {
-    ("w8a8", False): quantize_int8,
-    ("w8a8", True): quantize_int8_cuda,
-    ("fp8", False): quantize_fp8,
-    ("fp8", True): quantize_fp8_cuda,
+    ("int8", False): quantize_int8,
+    ("int8", True): quantize_int8_cuda,
+    ("float8", False): quantize_fp8,
+    ("float8", True): quantize_fp8_cuda,
 }
-"""(scheme, True for vLLM's arithmetic on CUDA, False for CPU) -> quantizer of activations. CUDA and CPU often give
-different codes, because many BF16 activations lie exactly between two codes and are rounded differently."""
+"""(format of activations, True for vLLM's arithmetic on CUDA, False for CPU) -> quantizer of activations. CUDA and CPU
+often give different codes, because many BF16 activations lie exactly between two codes and are rounded differently."""
 CHECKED_ROWS = 64
 """Number of rows that are compared at each end of a result."""
-PRODUCT_ERROR, FP8_ERROR = 3e-3, 1e-2
-"""Allowed relative error of a product. BF16 rounding alone causes 1.7e-3; FP8 tensor cores sum in less than 24 bits."""
+BF16_PRODUCT_ERROR = 3e-3
+PRODUCT_ERROR = {"bf16": BF16_PRODUCT_ERROR, "int8": 3e-3, "float8": 1e-2}
+"""Format of activations -> allowed relative error of a product. BF16 rounding alone causes 1.7e-3; FP8 tensor cores sum
+in less than 24 bits."""
 ROUTINGS = ("balanced", "skewed")
-LAYER_ERROR = {"bf16": 5e-3, "w4a16": 5e-3, "w8a8": 1e-2, "fp8": 3e-2}
-"""Allowed relative error of a whole layer: it has three to five BF16 roundings, and 8-bit codes may differ by one. In
-FP8 that is up to an eighth of a value. On an H200, vLLM's CUTLASS kernel and ours both have up to 2.3e-2 for one to
-four tokens, and 1.4e-2 for 200."""
+LAYER_ERROR = {"bf16": 5e-3, "int8": 1e-2, "float8": 3e-2}
+"""Format of activations -> allowed relative error of a whole layer: it has three to five BF16 roundings, and 8-bit
+codes may differ by one. In FP8 that is up to an eighth of a value. On an H200, vLLM's CUTLASS kernel and ours both have
+up to 2.3e-2 for one to four tokens, and 1.4e-2 for 200."""
 Call = Callable[[], torch.Tensor]
 Rounded = Callable[[torch.Tensor], torch.Tensor]
 """A function that converts rows to the float64 values that a product multiplies."""
@@ -154,16 +156,17 @@ class Layer:
 
     def kernels(self, scheme: str) -> Iterator[type[LinearKernel]]:
         """Yield the registry's kernels that support this layer, except float64 references on GPUs, which are slow."""
-        for kernel in kernels_of(ENGINE, get_scheme(scheme).operands):
+        operands = get_scheme(scheme).operands
+        on_gpu = self.weight.is_cuda
+        for kernel in kernels_of(ENGINE, operands):
             sizes = kernel.group_sizes
             fits = (
                 sizes is None
                 or not get_scheme(scheme).group_size
                 or self.arguments.group_size in sizes
             )
-            slow = (
-                kernel.name == "reference" and self.weight.is_cuda and scheme != "w4a16"
-            )  # float64 products
+            float64 = kernel.name == "reference" and operands.rounds_activations
+            slow = float64 and on_gpu
             why_not = kernel.unavailable(self.weight.device, self.shape)
             # Marlin is measured even if vLLM prefers Machete.
             machete = (
@@ -188,19 +191,20 @@ def linear(layer: Layer, rows: int) -> list[Competitor]:
             "bf16",
             plain,
             error_of(plain, right),
-            PRODUCT_ERROR,
+            BF16_PRODUCT_ERROR,
             activations + weight.nbytes,
             flop,
         )
     ]
     for scheme, quantized in layer.quantized.items():
         moved = activations + quantized.nbytes
-        exact_weight = _exact_weight(scheme, quantized)
+        operands = quantized.scheme.operands
+        exact_weight = _exact_weight(quantized)
         expected = {
-            on_cuda: _product(_seen(scheme, ends(x), on_cuda), exact_weight)
+            on_cuda: _product(_seen(operands, ends(x), on_cuda), exact_weight)
             for on_cuda in (False, True)
         }
-        allowed = FP8_ERROR if scheme == "fp8" else PRODUCT_ERROR
+        allowed = PRODUCT_ERROR[operands.activations]
         for kernel in layer.kernels(scheme):
             call = partial(kernel.linear, x, kernel.prepare(quantized.tensors), None)
             target = expected[kernel.name.startswith(("triton", "vllm_cutlass"))]
@@ -226,23 +230,23 @@ def input_gradient(layer: Layer, rows: int) -> list[Competitor]:
                 call = partial(kernel.backward_input, grad, quantized.tensors)
                 calls.append((scheme, kernel.name, call, dequantized, quantized.nbytes))
     return [
-        Competitor(scheme, name, call, error_of(call, _product(ends(grad), by.t())), PRODUCT_ERROR,
+        Competitor(scheme, name, call, error_of(call, _product(ends(grad), by.t())), BF16_PRODUCT_ERROR,
                    activations + size, flop)
         for scheme, name, call, by, size in calls
     ]  # fmt: skip
 
 
-def _seen(scheme: str, x: torch.Tensor, on_cuda: bool) -> torch.Tensor:
-    """Return the activations that a product of `scheme` multiplies: x itself, or the quantized x in float64."""
-    if scheme == "w4a16":
+def _seen(operands: Operands, x: torch.Tensor, on_cuda: bool) -> torch.Tensor:
+    """Return the activations that a product of `operands` multiplies: x itself, or the quantized x in float64."""
+    if not operands.rounds_activations:
         return x
-    return exact(*QUANTIZERS[scheme, on_cuda](x))
+    return exact(*QUANTIZERS[operands.activations, on_cuda](x))
 
 
-def _exact_weight(scheme: str, quantized: QuantizedTensor) -> torch.Tensor:
-    """Return the dequantized weight: BF16 for W4A16, float64 for 8 bits.
+def _exact_weight(quantized: QuantizedTensor) -> torch.Tensor:
+    """Return the dequantized weight: BF16 if activations are, float64 for 8 bits.
     8-bit kernels do not round the weight to BF16, because they scale the sums."""
-    if scheme == "w4a16":
+    if not quantized.scheme.rounds_activations:
         return quantized.dequantize(torch.bfloat16)
     return exact(quantized.tensors["weight"], quantized.tensors["weight_scale"])
 
@@ -261,13 +265,13 @@ def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
     competitors = []
     weight = layer.weight
     for scheme, quantized in layer.quantized.items():
-        grid = get_scheme(scheme, layer.arguments.group_size)
+        grid = quantized.scheme
         moved = weight.nbytes + quantized.nbytes
         codes, scale = _wire(weight.cpu(), grid)
         expected = codes.to(weight.device), scale.to(weight.device)
         calls: dict[str, Callable[[], Any]] = {"pytorch": partial(_wire, weight, grid)}
         if triton_unavailable(INT8_INT8, weight.device) is None:
-            calls["triton"] = _triton(layer, scheme)
+            calls["triton"] = _triton(layer, grid)
         for name, call in calls.items():
             competitors.append(
                 Competitor(scheme, name, call, partial(_differ, call, expected), 0.0, moved)
@@ -283,13 +287,12 @@ def _wire(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Ten
     ]
 
 
-def _triton(layer: Layer, scheme: str) -> Any:
+def _triton(layer: Layer, scheme: Scheme) -> Any:
     from qarl.kernels.triton import quantize as kernels
 
-    if scheme == "w4a16":
+    if scheme.packs_codes:
         return partial(kernels.quantize_int4, layer.weight, layer.arguments.group_size)
-    dtype = torch.int8 if scheme == "w8a8" else torch.float8_e4m3fn
-    return partial(kernels.quantize_rows, layer.weight, dtype)
+    return partial(kernels.quantize_rows, layer.weight, codes_dtype(scheme))
 
 
 def _differ(call: Callable[[], Any], expected: tuple[torch.Tensor, torch.Tensor]) -> float:
@@ -396,9 +399,8 @@ def experts(layer: ExpertLayer, tokens: int, routing: str) -> list[Competitor]:
                 return kernel.forward(x, weights, ids, prepare())
 
             error = error_of(call, _exact_layer(*some, parts, _as_read(kernel, scheme)))
-            competitors.append(
-                Competitor(scheme, kernel.name, call, error, LAYER_ERROR[scheme], moved, flop)
-            )
+            allowed = LAYER_ERROR[get_scheme(scheme).operands.activations]
+            competitors.append(Competitor(scheme, kernel.name, call, error, allowed, moved, flop))
     return competitors
 
 

@@ -45,14 +45,14 @@ from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import measure_phases, quantize
 from qarl.quant.state_dict import low_bit_layers, requantize
 from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
-from qarl.schemes import Scheme
+from qarl.schemes import Scheme, get_scheme
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
 from qarl.trainer.prepare import RunParts, engine_config
 
 ROWS = 16
-ALLOWED, ALLOWED_FP8 = 5e-3, 1e-2
+ALLOWED = {"bf16": 5e-3, "int8": 5e-3, "float8": 1e-2}
 """Allowed relative error (root mean square) of two BF16 results. Each is rounded, and a few 8-bit codes may differ by
 one; FP8 tensor cores sum in fewer bits."""
 PARTS = {**FUSED_LAYERS, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}
@@ -248,7 +248,7 @@ def _compare(
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(ROWS, first.in_features, generator=generator, device=device).bfloat16()
     expected = {name: reference(linear, scheme, x) for name, linear in linears.items()}
-    allowed = ALLOWED_FP8 if scheme.name == "fp8" else ALLOWED
+    allowed = ALLOWED[scheme.operands.activations]
     low_bit = {name: layer for name, layer in linears.items() if isinstance(layer, QuantLinear)}
     outputs = [
         (name, "the trainer", QuantLinear.forward(layer, x)) for name, layer in low_bit.items()
@@ -286,7 +286,7 @@ def reference(linear: nn.Linear, scheme: Scheme, x: torch.Tensor) -> torch.Tenso
 def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
     """Return a run's config, with the sizes and counts that `arguments` gives."""
     scheme = case.scheme
-    level = case.level or (Level.OFF if case.scheme == "bf16" else Level.LINEARS)
+    level = case.level or (Level.LINEARS if get_scheme(scheme).quantized else Level.OFF)
     tokens = arguments.sequences * (arguments.prompt_length + arguments.response_length + 32)
     # 1.5 times what all sequences at once need.
     kv_cache = max(0.125, 1.5 * arguments.source.size.kv_bytes_per_token() * tokens / 2**30)

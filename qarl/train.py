@@ -64,9 +64,11 @@ main, describe = entry(_main, __doc__, _help)
 def run(config: Config, argv: Sequence[str]) -> int:
     """Train with the configured backend. Return the exit code. `argv`: the command, which also resumes the run."""
     from qarl.checks.model_folder import check_files
+    from qarl.config import check_writable
 
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     check_files(config)  # before the slow imports
+    check_writable(config.run_dir)
     if config.backend == "verl":
         with stage("importing PyTorch and verl", imports=True):
             from qarl.verl.run import train as train_in_verl

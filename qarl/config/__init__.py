@@ -8,6 +8,7 @@ package does not import torch, transformers, vLLM or verl.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,10 +48,25 @@ def write_resolved(config: Config, path: str | Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(config.resolved_yaml(), encoding="utf-8")
     except OSError as error:
-        fix = "set output_dir to a folder that can be written to"
-        raise UserError(
-            "the config cannot be written", where=str(path), why=error.strerror, fix=fix
-        ) from error
+        raise _not_writable(path, error.strerror) from error
+
+
+def check_writable(run_dir: Path) -> None:
+    """Raise UserError if no file can be written to the run folder, or no folder made where it will be. Nothing is
+    written."""
+    there = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise _not_writable(run_dir / "config.yaml", f"{there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _not_writable(
+            run_dir / "config.yaml",
+            f"the folder {there}, or the disk that it is on, cannot be written to",
+        )
+
+
+def _not_writable(path: Path, why: str | None) -> UserError:
+    fix = "set output_dir to a folder that can be written to"
+    return UserError("the config cannot be written", where=str(path), why=why, fix=fix)
 
 
 def describe_keys() -> dict[str, str]:

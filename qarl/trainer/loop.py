@@ -15,6 +15,8 @@ from typing import Any
 
 from qarl.checkpoint.resumable import Checkpoint
 from qarl.checkpoint.storage import EXPORT, check_room
+from qarl.checks.check import NotCheckedError
+from qarl.checks.memory import checkpoint_bytes
 from qarl.config import Config, write_resolved
 from qarl.console import stage
 from qarl.metrics.tracker import Tracker, write_versions
@@ -86,6 +88,10 @@ def train_in_run_folder(config: Config, *, started: float) -> dict[str, Any]:
     def prepare(checkpoint: Checkpoint | None) -> None:
         if checkpoint is not None:
             refuse_other_model(checkpoint, inputs.weight_files)
+        if config.trainer.save_final:
+            with suppress(NotCheckedError):
+                size = checkpoint_bytes(inputs.size, config)["export"]
+                check_room(config.run_dir / EXPORT, size)
         parts.append(load_parts(config, inputs))
 
     with open_run(config, inputs.record, prepare) as checkpoint:

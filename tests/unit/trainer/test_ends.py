@@ -4,6 +4,7 @@ stand-ins; the policy, the rewards, the checkpoints and the export are real."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -410,3 +411,19 @@ def test_a_checkpoint_to_resume_from_is_checked_before_the_weights_are_loaded(tr
     shutil.rmtree("model")
     save_random_model(Path("model"), tie=True, intermediate_size=64)
     refused("older", "the checkpoint belongs to a different model")
+
+
+def test_a_disk_that_is_read_only_or_full_is_refused_before_the_weights_are_loaded(
+    train, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)
+        code, printed = train()
+        assert code == 2 and "the config cannot be written" in printed
+        assert "cannot be written to" in printed and "checking data" not in printed
+    room = shutil.disk_usage(".")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: room)
+    code, printed = train()
+    assert code == 2 and "there is no room for runs/bad/export" in printed
+    assert "loading the weights" not in printed and not RUN.exists()
+    assert train("trainer.save_final=false", "trainer.save_minutes=-1")[0] == 0

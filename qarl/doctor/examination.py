@@ -42,7 +42,8 @@ from qarl.console import fit_terminal
 from qarl.doctor import model
 from qarl.errors import UserError
 from qarl.process import package_versions
-from qarl.trainer.resume import check_free, find_start, may_resume
+from qarl.trainer.resume import find_start, may_resume
+from qarl.trainer.run_lock import check_free
 from qarl.verl.checkpoint import find_verl_start
 
 

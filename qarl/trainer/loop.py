@@ -26,7 +26,8 @@ from qarl.trainer.finish import finish_run
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.prepare import RunParts, check_inputs, load_parts, prepare_run
 from qarl.trainer.probe import probe
-from qarl.trainer.resume import check_free, open_run
+from qarl.trainer.resume import open_run
+from qarl.trainer.run_lock import check_free
 
 _SKIPPED = "because the gradient was NaN or Inf; if this continues, lower optim.lr or look at mismatch/abs_max"
 _OVERFLOWED = (

@@ -12,7 +12,6 @@ same three modes, but it resumes with any config, and from any folder with the r
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,6 +47,7 @@ from qarl.console import note, say
 from qarl.errors import UserError
 from qarl.metrics.tracker import damaged_lines, forget_steps_after
 from qarl.trainer.input_changes import Inputs
+from qarl.trainer.run_lock import lock_run
 from qarl.trainer.taken_names import check_names
 
 
@@ -262,17 +262,6 @@ def supersede(run_dir: Path, checkpoints: Iterable[tuple[int, Path]], step: int)
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
 
 
-def check_free(run_dir: Path) -> None:
-    """Raise UserError if another process works in `run_dir`. No file is changed."""
-    try:
-        with (run_dir / ".lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise _busy(run_dir) from error
-    except OSError:
-        pass
-
-
 def is_finished(run_dir: Path) -> bool:
     """Return whether the summary in `run_dir` says that the run is finished."""
     try:
@@ -438,36 +427,3 @@ def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[An
     return {
         key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]
     }
-
-
-@contextmanager
-def lock_run(run_dir: Path, *, create: bool = False) -> Iterator[bool]:
-    """Hold the run folder's lock and yield True. If the folder cannot be used or cannot be locked, yield False.
-    Raise UserError if another process holds the lock."""
-    try:
-        if create:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        file = (run_dir / ".lock").open("a")
-    except (
-        OSError
-    ):  # writing the config comes next, and its error says what is wrong with the folder
-        yield False
-        return
-    with file:
-        locked = True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise _busy(run_dir) from error
-        except OSError:
-            locked = False
-        yield locked
-
-
-def _busy(run_dir: Path) -> UserError:
-    return UserError(
-        f"another process is working on the run {run_dir.name!r}",
-        where=str(run_dir),
-        why="two runs that write to one folder would damage each other's files",
-        fix="wait for it, stop it, or choose a different name=...",
-    )

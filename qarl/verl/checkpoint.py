@@ -72,12 +72,12 @@ from qarl.trainer.resume import (
     check_backend,
     check_changes,
     is_finished,
-    lock_run,
     start_line,
     supersede,
     version_notes,
     why_fresh,
 )
+from qarl.trainer.run_lock import lock_run
 from qarl.trainer.taken_names import check_names
 
 TRACKER = "latest_checkpointed_iteration.txt"

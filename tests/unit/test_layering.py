@@ -19,7 +19,7 @@ from checkout import ROOT
 
 FILES = sorted((ROOT / "qarl").rglob("*.py"))
 MODULES = {path.relative_to(ROOT).as_posix(): path for path in FILES}
-MOST_LINES = 530
+MOST_LINES = 515
 LAYERS = (
     ("errors", "lazy"),
     ("command_line",),

@@ -18,12 +18,12 @@ from qarl.diagnose.calibrate import (
     RULES,
     Sampled,
     Update,
-    as_text,
     band_rows,
     numbered_prompts,
     sample_of,
     threshold_row,
 )
+from qarl.diagnose.calibration_report import as_text
 from qarl.diagnose.thresholds import Sample
 from qarl.errors import UserError
 from qarl.tbpo.config import TBPOConfig

@@ -31,7 +31,7 @@ from qarl.checkpoint.storage import write_json
 if TYPE_CHECKING:
     import torch
 
-    from qarl.bench.kernel_cases import Competitor, Group
+    from qarl.bench.competitors import Competitor, Group
 
 FLUSH_BYTES = 512 * 2**20
 MOST_ROUNDS = 1000

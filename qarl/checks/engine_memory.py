@@ -58,7 +58,7 @@ def repacked_expert(scheme: Scheme, shape: Shape) -> int:
 
 def own_layout(size: ModelSize, config: Config) -> int:
     """Return how many more bytes than the published tensors the engine holds because of `quant.kernels`."""
-    if config.quant.kernels == "engine":
+    if config.quant.kernels == "engine":  # nothing here needs torch then
         return 0
     from qarl.kernels.registry import own_kernel
 

@@ -135,6 +135,17 @@ class LinearKernel(Kernel):
         """Return why this kernel does not run on weights of `shape` [N, K] here, or None if it does."""
         raise NotImplementedError
 
+    @classmethod
+    def refusal(cls, scheme: Scheme, device: torch.device, shape: tuple[int, int]) -> str | None:
+        """Return why this kernel does not multiply weights of `scheme` here, or None if it does."""
+        why_not = cls.unavailable(device, shape)
+        if why_not is not None:
+            return why_not
+        sizes = cls.group_sizes
+        if sizes is None or scheme.group_size is None or scheme.group_size in sizes:
+            return None
+        return f"supports group sizes {', '.join(map(str, sizes))}, not {scheme.group_size}"
+
     @staticmethod
     def prepare(tensors: Tensors) -> Any:
         """Convert the wire tensors of one weight to what `linear` reads. Trained weights are converted once per

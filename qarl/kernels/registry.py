@@ -104,8 +104,15 @@ def kernels_of(kernels: str, operands: Operands) -> tuple[type[LinearKernel], ..
     )
 
 
+def reference_kernel(operands: Operands) -> type[LinearKernel]:
+    """Return the kernel that any machine has."""
+    return next(kernel for kernel in kernels_of(ENGINE, operands) if kernel.reference)
+
+
 def own_kernel(kernels: str, operands: Operands) -> type[LinearKernel] | None:
-    """Return the kernel that trainer and engine both run if quant.kernels is not "engine", or None."""
+    """Return the kernel that trainer and engine both run if `kernels`, a value of quant.kernels, is not "engine"."""
+    if kernels == ENGINE:
+        return None
     return next(iter(kernels_of(kernels, operands)), None)
 
 
@@ -172,18 +179,11 @@ def choose_linear_kernel(
         action = f"no kernel of quant.kernels={kernels} can multiply"
     return first_available(
         kernels_of(kernels, scheme.operands),
-        lambda kernel: kernel.unavailable(device, shape) or _wrong_group(kernel, scheme.group_size),
+        lambda kernel: kernel.refusal(scheme, device, shape),
         force=force,
         refusal=f"{action} by {scheme.name} weights {list(shape)} on {device.type}",
         served=scheme.name,
     )
-
-
-def _wrong_group(kernel: type[LinearKernel], group_size: int | None) -> str | None:
-    sizes = kernel.group_sizes
-    if sizes is None or group_size is None or group_size in sizes:
-        return None
-    return f"supports group sizes {', '.join(map(str, sizes))}, not {group_size}"
 
 
 def choose_experts_kernel(

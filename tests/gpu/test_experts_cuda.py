@@ -7,8 +7,8 @@ import torch
 from expert_cases import exact, exact_weight, make, off, stacked
 from kernels_by_scheme import EXPERTS_KERNELS, experts_kernels
 
+from qarl.bench.expert_cases import ROUTINGS, ExpertLayer, experts
 from qarl.bench.kernel_arguments import Arguments
-from qarl.bench.kernel_cases import ROUTINGS, ExpertLayer, experts
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.experts import LowBitExperts, fused_experts
 from qarl.schemes import get_scheme

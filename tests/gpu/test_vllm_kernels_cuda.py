@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from qarl.bench.kernel_arguments import Arguments
-from qarl.bench.kernel_cases import BUILDERS, Layer
+from qarl.bench.linear_cases import BUILDERS, Layer
 from qarl.kernels.log_probs import chosen_log_probs, log_probs_of_logits
 
 pytestmark = pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""`qarl.bench`: arguments, single kernel_cases and quantizers, what gets no figures, and tables from committed JSON."""
+"""`qarl.bench`: arguments, single kernels and quantizers, what gets no figures, and tables from committed JSON."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch
 from checkout import ROOT
 from kernels_by_scheme import linear_kernels
 
-from qarl.bench import kernel_cases
 from qarl.bench.__main__ import main
 from qarl.bench.arguments import check_device
+from qarl.bench.competitors import Competitor
+from qarl.bench.expert_cases import ROUTINGS, ExpertLayer, experts
 from qarl.bench.kernel_arguments import Arguments
-from qarl.bench.kernel_cases import Competitor, ExpertLayer, Layer, experts
+from qarl.bench.linear_cases import BUILDERS, Layer
 from qarl.bench.report import kernel_tables
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape
@@ -65,11 +66,11 @@ def test_invalid_arguments(
 # One check, and what it withholds.
 
 
-@pytest.mark.parametrize("operation", kernel_cases.BUILDERS)
+@pytest.mark.parametrize("operation", BUILDERS)
 def test_every_competitor_computes_the_same(operation: str) -> None:
     torch.manual_seed(0)
     layer = Layer(torch.randn(64, 96).bfloat16(), SOME)
-    cases = kernel_cases.BUILDERS[operation](layer, 300)
+    cases = BUILDERS[operation](layer, 300)
     assert (
         cases
         and [(competitor.name, competitor.wrong()) for competitor in cases if competitor.wrong()]
@@ -78,7 +79,7 @@ def test_every_competitor_computes_the_same(operation: str) -> None:
     assert all(competitor.bytes_moved > 0 for competitor in cases)
 
 
-@pytest.mark.parametrize("routing", kernel_cases.ROUTINGS)
+@pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", [1, 150])
 def test_every_competitor_of_experts_computes_the_same(routing: str, tokens: int) -> None:
     """150 tokens are more rows than are compared."""
@@ -129,7 +130,7 @@ def test_a_kernel_that_raises_stops_no_other(
 
     good = Competitor("bf16", "bf16", lambda: None, lambda: 0.0, 0.0, 1, 1)
     monkeypatch.setitem(
-        kernel_cases.BUILDERS,
+        BUILDERS,
         "linear",
         lambda *args: [good, Competitor("fp8", "new", fails, fails, 0.0, 1)],
     )

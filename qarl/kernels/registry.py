@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from qarl.errors import UserError
 from qarl.kernels import reference
-from qarl.kernels.base import ExpertsKernel, ExpertsShape, LinearKernel
+from qarl.kernels.base import ExpertsKernel, ExpertsShape, Kernel, LinearKernel
 from qarl.kernels.cpu.torch_linears import (
     CpuW4A8Linear,
     DequantizedW4A16Linear,
@@ -46,6 +46,8 @@ from qarl.kernels.vllm_experts import (
     VllmTritonExperts,
 )
 from qarl.schemes.base import Operands, Scheme
+
+AnyKernel = TypeVar("AnyKernel", bound=type[Kernel])
 
 LINEAR_KERNELS: list[type[LinearKernel]] = [
     VllmCpuWNA16Linear,
@@ -87,12 +89,21 @@ ENGINE = "engine"
 """The value of quant.kernels with which trainer and engine run the engine's kernels."""
 
 
-def register(kernel: type[LinearKernel]) -> type[LinearKernel]:
+def register(kernel: AnyKernel) -> AnyKernel:
     """Prefer `kernel` to all others with its operands and options, and return it.
 
     A plugin calls this (`qarl.plugins`). With the option "engine", the kernel must give the bits of the engine's."""
-    LINEAR_KERNELS.insert(0, kernel)
+    if issubclass(kernel, ExpertsKernel):
+        EXPERTS_KERNELS.insert(0, kernel)
+    elif issubclass(kernel, LinearKernel):
+        LINEAR_KERNELS.insert(0, kernel)
     return kernel
+
+
+def unregister(name: str) -> None:
+    """Remove the kernels called `name`."""
+    LINEAR_KERNELS[:] = [kernel for kernel in LINEAR_KERNELS if kernel.name != name]
+    EXPERTS_KERNELS[:] = [kernel for kernel in EXPERTS_KERNELS if kernel.name != name]
 
 
 def kernels_of(kernels: str, operands: Operands) -> tuple[type[LinearKernel], ...]:

@@ -22,12 +22,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qarl.config.level import Level
 from qarl.kernels.cpu import bf16_linear
 
-RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+RouterOutput = tuple[Tensor, Tensor, Tensor]
 """Logits [T, E], weights [T, k] and experts [T, k] int64."""
 
 
@@ -42,29 +42,29 @@ class AlignedRouter(nn.Module):
     top_k: int
     norm_topk_prob: bool
 
-    def forward(self, hidden_states: torch.Tensor) -> RouterOutput:
-        logits = bf16_linear.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    def forward(self, hidden_states: Tensor) -> RouterOutput:
+        tokens = hidden_states.reshape(-1, self.hidden_dim)
+        logits = bf16_linear.linear(tokens, self.weight)
         experts = torch.topk(logits, self.top_k, dim=-1, sorted=False).indices
-        return logits, engine_weights(logits, experts, renormalize=self.norm_topk_prob), experts
+        weights = engine_weights(logits, experts, renormalize=self.norm_topk_prob)
+        return logits, weights, experts
 
 
-def engine_weights(
-    logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool
-) -> torch.Tensor:
+def engine_weights(logits: Tensor, experts: Tensor, *, renormalize: bool) -> Tensor:
     """Return the weights [T, k] that vLLM gives to `experts` [T, k], differentiable, in the dtype of `logits`
     [T, E].
     """
     chosen = logits.gather(-1, experts)
     if renormalize:
         return torch.softmax(chosen, dim=-1)
-    return (chosen - torch.logsumexp(logits, dim=-1, keepdim=True)).exp()
+    normalizer = torch.logsumexp(logits, dim=-1, keepdim=True)
+    return (chosen - normalizer).exp()
 
 
-def transformers_weights(
-    logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool
-) -> torch.Tensor:
+def transformers_weights(logits: Tensor, experts: Tensor, *, renormalize: bool) -> Tensor:
     """Return the weights [T, k] that transformers' routers give to `experts`. Arguments are as in `engine_weights`."""
-    chosen = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, experts)
+    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    chosen = probabilities.gather(-1, experts)
     if renormalize:
         chosen = chosen / chosen.sum(dim=-1, keepdim=True)
     return chosen.to(logits.dtype)
@@ -83,12 +83,12 @@ def replays(router_replay: str, level: Level) -> bool:
 
 def routers(model: Any) -> dict[int, Any]:
     """Return the routers of a transformers causal LM. The keys are the numbers of their decoder layers."""
-    layers = enumerate(model.model.layers)
-    return {number: layer.mlp.gate for number, layer in layers if hasattr(layer.mlp, "experts")}
+    mlps = enumerate(layer.mlp for layer in model.model.layers)
+    return {number: mlp.gate for number, mlp in mlps if hasattr(mlp, "experts")}
 
 
 @contextmanager
-def replayed_routing(model: Any, experts: torch.Tensor) -> Iterator[None]:
+def replayed_routing(model: Any, experts: Tensor) -> Iterator[None]:
     """Within this context, forwards of `model` send tokens to the given experts.
 
     With gradient checkpointing, run the backward in the context too, because it computes the forward again.
@@ -102,24 +102,27 @@ def replayed_routing(model: Any, experts: torch.Tensor) -> Iterator[None]:
     by_number = routers(model)
 
     def replay(number: int) -> Any:
-        replayed = experts[:, number].to(device=by_number[number].weight.device, dtype=torch.int64)
+        device = by_number[number].weight.device
+        replayed = experts[:, number].to(device=device, dtype=torch.int64)
         known = known_routing(replayed)[:, None]
 
         def hook(router: Any, inputs: Any, output: RouterOutput) -> RouterOutput:
-            logits, _, own = output
-            chosen = torch.where(known, replayed, own)
-            weights = engine_weights if isinstance(router, AlignedRouter) else transformers_weights
-            return logits, weights(logits, chosen, renormalize=router.norm_topk_prob), chosen
+            logits, _, routed = output
+            chosen = torch.where(known, replayed, routed)
+            weigh = engine_weights if isinstance(router, AlignedRouter) else transformers_weights
+            weights = weigh(logits, chosen, renormalize=router.norm_topk_prob)
+            return logits, weights, chosen
 
         return hook
 
     with ExitStack() as stack:
         for number, router in by_number.items():
-            stack.callback(router.register_forward_hook(replay(number)).remove)
+            handle = router.register_forward_hook(replay(number))
+            stack.callback(handle.remove)
         yield
 
 
-def known_routing(experts: torch.Tensor) -> torch.Tensor:
+def known_routing(experts: Tensor) -> Tensor:
     """Return bool [...]: whether the k numbers in `experts` [..., k] are all different and at least 0."""
     in_order = experts.sort(-1).values
     return (in_order[..., 0] >= 0) & (in_order.diff(dim=-1) > 0).all(-1)
@@ -129,19 +132,20 @@ class RecordedRouting:
     """The experts that the model's own routers chose in the latest forward, even if a replay replaced them."""
 
     def __init__(self, layers: int) -> None:
-        self._layers, self._chosen = layers, dict[int, torch.Tensor]()
+        self._layers = layers
+        self._chosen: dict[int, Tensor] = {}
 
-    def experts(self) -> torch.Tensor:
+    def experts(self) -> Tensor:
         """Return the chosen experts of each token, int64 [T, layers, k]; -1 in layers that have no experts."""
         first = next(iter(self._chosen.values()))
         missing = torch.full_like(first, -1)
-        return torch.stack(
-            [self._chosen.get(number, missing) for number in range(self._layers)], dim=1
-        )
+        by_layer = [self._chosen.get(number, missing) for number in range(self._layers)]
+        return torch.stack(by_layer, dim=1)
 
     def _hook(self, number: int) -> Any:
         def record(router: Any, inputs: Any, output: RouterOutput) -> None:
-            self._chosen[number] = output[2].detach()
+            _, _, experts = output
+            self._chosen[number] = experts.detach()
 
         return record
 
@@ -152,16 +156,18 @@ def recorded_routing(model: Any) -> Iterator[RecordedRouting]:
     record = RecordedRouting(len(model.model.layers))
     with ExitStack() as stack:
         for number, router in routers(model).items():
-            stack.callback(router.register_forward_hook(record._hook(number), prepend=True).remove)
+            handle = router.register_forward_hook(record._hook(number), prepend=True)
+            stack.callback(handle.remove)
         yield record
 
 
-def differing_tokens(own: torch.Tensor, replayed: torch.Tensor) -> torch.Tensor:
-    """Return bool [T]: whether the experts of `own` and `replayed`, both [T, layers, k], differ in at least one layer.
+def differing_tokens(routed: Tensor, replayed: Tensor) -> Tensor:
+    """Return bool [T]: whether the experts `routed` and `replayed`, both [T, layers, k], differ in at least one layer.
 
     The order of a token's experts does not matter. Layers in which one of the two is unknown (`known_routing`) are
     skipped.
     """
-    replayed = replayed.to(device=own.device, dtype=own.dtype)
-    known = known_routing(own) & known_routing(replayed)
-    return ((own.sort(-1).values != replayed.sort(-1).values).any(-1) & known).any(-1)
+    replayed = replayed.to(device=routed.device, dtype=routed.dtype)
+    known = known_routing(routed) & known_routing(replayed)
+    differs = (routed.sort(-1).values != replayed.sort(-1).values).any(-1)
+    return (differs & known).any(-1)

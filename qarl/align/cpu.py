@@ -27,6 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from qarl.align.cpu_attention import engine_attention
+from qarl.align.packed_attention import Attended
+from qarl.align.rotary import Turns
 from qarl.kernels.cpu import bf16_linear, layer_ops
 
 
@@ -53,11 +55,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @classmethod
     def blocks(cls, *tensors: Tensor) -> Any:
-        hidden = tensors[0].shape[-1]
-        return zip(
-            *(t.reshape(-1, t.shape[-1]).split(max(cls.BLOCK // hidden, 1)) for t in tensors),
-            strict=True,
-        )
+        rows = max(cls.BLOCK // tensors[0].shape[-1], 1)
+        blocks = (tensor.reshape(-1, tensor.shape[-1]).split(rows) for tensor in tensors)
+        return zip(*blocks, strict=True)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -65,7 +65,8 @@ class _RMSNorm(torch.autograd.Function):
         scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         for x_rows, y_rows, scale_rows in _RMSNorm.blocks(x, y, scale):
             x_rows = x_rows.float()
-            torch.rsqrt(x_rows.pow(2).mean(-1, keepdim=True).add_(eps), out=scale_rows)
+            variance = x_rows.pow(2).mean(-1, keepdim=True)
+            torch.rsqrt(variance.add_(eps), out=scale_rows)
             y_rows.copy_(x_rows * scale_rows).mul_(weight)
         ctx.save_for_backward(x, weight, scale)
         return y
@@ -83,8 +84,12 @@ class _RMSNorm(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight += product.sum(0)
             mean = (product @ weight32).div_(len(weight)).unsqueeze(-1)
-            grad_rows.copy_((grad * weight32).addcmul_(normal, mean, value=-1).mul_(scale_rows))
-        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None
+            of_normal = grad * weight32
+            of_normal.addcmul_(normal, mean, value=-1)
+            grad_rows.copy_(of_normal.mul_(scale_rows))
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_x, grad_weight, None
 
 
 class AlignedAttention(nn.Module):
@@ -106,33 +111,35 @@ class AlignedAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: Turns,
         attention_mask: Tensor | None,
         past_key_values: Any = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> Attended:
         if past_key_values is not None:
-            how = {"attention_mask": attention_mask, "past_key_values": past_key_values}
+            kwargs |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
             turns = _in_fp32(position_embeddings)
             attend: Any = super().forward
-            return attend(hidden_states, position_embeddings=turns, **how, **kwargs)[0], None
-        query, key, value = (
-            project(hidden_states).unflatten(-1, (-1, self.head_dim))
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+            return attend(hidden_states, position_embeddings=turns, **kwargs)[0], None
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        projected = (project(hidden_states) for project in projections)
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
         if hasattr(self, "q_norm"):
             query = self.q_norm(query)
             key = self.k_norm(key)
         query, key = _Turn.apply(query, key, *position_embeddings)
-        by_head = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        kwargs |= {"dropout": self.attention_dropout if self.training else 0.0}
-        kwargs |= {"sliding_window": self.sliding_window} if hasattr(self, "sliding_window") else {}
-        attended, _ = engine_attention(self, *by_head, attention_mask, self.scaling, **kwargs)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        kwargs["dropout"] = self.attention_dropout if self.training else 0.0
+        if hasattr(self, "sliding_window"):
+            kwargs["sliding_window"] = self.sliding_window
+        attended, _ = engine_attention(
+            self, query, key, value, attention_mask, self.scaling, **kwargs
+        )
         output: Tensor = self.o_proj(attended.flatten(-2))
         return output, None
 
 
-def _in_fp32(turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _in_fp32(turns: Turns) -> Turns:
     cosines, sines = turns
     return cosines.float(), sines.float()
 
@@ -179,7 +186,7 @@ class AlignedDecoderLayer(nn.Module):
         self,
         hidden_states: Tensor,
         *,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: Turns,
         **kwargs: Any,
     ) -> Tensor:
         if not isinstance(self.self_attn, AlignedAttention):
@@ -189,7 +196,8 @@ class AlignedDecoderLayer(nn.Module):
             hidden_states=normal, position_embeddings=position_embeddings, **kwargs
         )
         hidden_states = add_residual(output, hidden_states)
-        return add_residual(self.mlp(self.post_attention_layernorm(hidden_states)), hidden_states)
+        normal = self.post_attention_layernorm(hidden_states)
+        return add_residual(self.mlp(normal), hidden_states)
 
 
 def add_residual(output: Tensor, hidden_states: Tensor) -> Tensor:

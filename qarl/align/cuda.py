@@ -29,13 +29,14 @@ from torch.autograd.function import once_differentiable
 
 from qarl.align.cpu import align_module
 from qarl.align.packed_attention import (
+    Attended,
     Lengths,
     check_whole_rows,
     lengths_of_rows,
     register_attention,
     varlen_attention,
 )
-from qarl.align.rotary import EngineRotaryEmbedding, head_size_of
+from qarl.align.rotary import EngineRotaryEmbedding, Turns, head_size_of
 from qarl.kernels.cpu import layer_ops as cpu_ops
 from qarl.kernels.cuda import layer_ops
 
@@ -46,7 +47,8 @@ def unavailable_on_cuda(config: Any, capability: tuple[int, int] | None) -> str 
     """Return why this level cannot be used for a model config and a compute capability (None: unknown), or None."""
     if config.model_type == "qwen3_moe":
         return "is built for dense models on cuda, not for mixtures of experts"
-    if not layer_ops.has_head_size(size := head_size_of(config)):
+    size = head_size_of(config)
+    if not layer_ops.has_head_size(size):
         return (
             f"calls FlashAttention 3, which has no heads of {size}: vLLM chooses another attention"
         )
@@ -60,12 +62,14 @@ def unconfirmed_on_cuda(config: Any, *, eager: bool, adapters: bool = False) -> 
     adapters (`qarl.lora.layers`).
     """
     reasons = []
-    if names := layer_ops.unconfirmed():
+    names = layer_ops.unconfirmed()
+    if names:
         reasons.append(
             f"no GPU has confirmed how vLLM rounds in {', '.join(names)}, so no mismatch is promised; "
             "scripts/gpu_check.sh compares them"
         )
-    if (size := head_size_of(config)) not in layer_ops.HEAD_SIZES:
+    size = head_size_of(config)
+    if size not in layer_ops.HEAD_SIZES:
         reasons.append(
             f"with heads of {size}, a decode step may sum attention in another order than a prefill"
         )
@@ -79,30 +83,24 @@ def unconfirmed_on_cuda(config: Any, *, eager: bool, adapters: bool = False) -> 
 def align_layers(model: Any) -> dict[str, int]:
     """Give the layers of a transformers causal LM the forwards of this module. Return the number of them by kind."""
     base = model.model
-    norms = 0
     register_attention(CUDA_ATTENTION, cuda_attention)
     model.set_attn_implementation(CUDA_ATTENTION)
     align_module(base.rotary_emb, CudaRotaryEmbedding)
     base.rotary_emb.turns = None
+    norms = 1
+    _align_norm(base.norm, after_sum=True)
     for number, layer in enumerate(base.layers):
         align_module(layer, CudaDecoderLayer)
         align_module(layer.mlp, CudaMLP)
-        norms_of_layer = [
-            (layer.input_layernorm, number > 0),
-            (layer.post_attention_layernorm, True),
-        ]
-        norms_of_layer += [
-            (norm, False)
-            for name in ("q_norm", "k_norm")
-            if (norm := getattr(layer.self_attn, name, None))
-        ]
-        for norm, after_sum in norms_of_layer:
-            _align_norm(norm, after_sum)
-        norms += len(norms_of_layer)
-    _align_norm(base.norm, True)
-    count = len(base.layers)
+        _align_norm(layer.input_layernorm, after_sum=number > 0)
+        _align_norm(layer.post_attention_layernorm, after_sum=True)
+        head_norms = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
+        head_norms = [norm for norm in head_norms if norm is not None]
+        for norm in head_norms:
+            _align_norm(norm, after_sum=False)
+        norms += 2 + len(head_norms)
     kinds = ("decoder layers (rotary)", "MLPs", f"attentions ({CUDA_ATTENTION})")
-    return {**dict.fromkeys(kinds, count), "norms": norms + 1}
+    return {**dict.fromkeys(kinds, len(base.layers)), "norms": norms}
 
 
 def _align_norm(norm: Any, after_sum: bool) -> None:
@@ -132,7 +130,8 @@ class CudaMLP(nn.Module):
     down_proj: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(_SiluAndMul.apply(self.gate_proj(x), self.up_proj(x)))
+        product = _SiluAndMul.apply(self.gate_proj(x), self.up_proj(x))
+        output: Tensor = self.down_proj(product)
         return output
 
 
@@ -143,13 +142,12 @@ class CudaDecoderLayer(nn.Module):
         self,
         hidden_states: Tensor,
         *,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: Turns,
         **kwargs: Any,
     ) -> Any:
-        cos, sin = position_embeddings
-        return super().forward(
-            hidden_states, position_embeddings=(cos.float(), sin.float()), **kwargs
-        )
+        cosines, sines = position_embeddings
+        turns = (cosines.float(), sines.float())
+        return super().forward(hidden_states, position_embeddings=turns, **kwargs)
 
 
 class CudaRotaryEmbedding(EngineRotaryEmbedding):
@@ -157,12 +155,11 @@ class CudaRotaryEmbedding(EngineRotaryEmbedding):
 
     config: Any
 
-    def forward(self, x: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor, **kwargs: Any) -> Turns:
         if not self.turns or self.turns[0].device != x.device:
             engine = cpu_ops.engine_rotary(self.config, head_size_of(self.config))
             self.turns = cpu_ops.computed_turns(engine, x.device)
-        cosines, sines = (part[position_ids] for part in self.turns)
-        return torch.cat((cosines, cosines), dim=-1), torch.cat((sines, sines), dim=-1)
+        return super().forward(x, position_ids)
 
 
 class _Norm(torch.autograd.Function):
@@ -181,7 +178,8 @@ class _Norm(torch.autograd.Function):
         scale = torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + ctx.epsilon)
         value = value * scale
         of_value = grad * weight.float()
-        grad_x = scale * (of_value - value * (of_value * value).mean(-1, keepdim=True))
+        mean = (of_value * value).mean(-1, keepdim=True)
+        grad_x = scale * (of_value - value * mean)
         grad_weight = (grad * value).flatten(0, -2).sum(0)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
 
@@ -199,8 +197,9 @@ class _SiluAndMul(torch.autograd.Function):
         grad = grad_outputs[0].float()
         sigmoid = torch.sigmoid(gate)
         grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+        grad_up = grad * gate * sigmoid
         dtype = ctx.saved_tensors[0].dtype
-        return grad_gate.to(dtype), (grad * gate * sigmoid).to(dtype)
+        return grad_gate.to(dtype), grad_up.to(dtype)
 
 
 class _Flash(torch.autograd.Function):
@@ -225,7 +224,8 @@ class _Flash(torch.autograd.Function):
         with torch.enable_grad():
             query, key, value = (tensor.transpose(0, 1)[None] for tensor in inputs)
             output = varlen_attention(query, key, value, ctx.lengths, ctx.scale, None)[0]
-        return *torch.autograd.grad(output, inputs, grad_outputs[0]), None, None
+        grads = torch.autograd.grad(output, inputs, grad_outputs[0])
+        return *grads, None, None
 
 
 def cuda_attention(
@@ -237,7 +237,7 @@ def cuda_attention(
     scaling: float,
     dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> Attended:
     """Return attention as BF16 [B, T, H, D]. `query` is [B, H, T, D]; `key` and `value` are [B, Hkv, T, D].
 
     Rows must start at position 0, and be packed or padded on the right. Raises ValueError for masks, key-value caches
@@ -248,18 +248,19 @@ def cuda_attention(
     tokens = query.shape[2]
     lengths = lengths_of_rows(query, key, kwargs) or (tokens,) * batch
     packed = batch == 1 and sum(lengths) == tokens
-    parts = [
-        tensor.bfloat16().transpose(1, 2) for tensor in (query, key, value)
-    ]  # [B, T, heads, D]
+    by_token = [tensor.bfloat16().transpose(1, 2) for tensor in (query, key, value)]
     if packed:
-        output = _Flash.apply(*(part[0] for part in parts), scaling, lengths)
+        rows = [tensor[0] for tensor in by_token]
+        output = _Flash.apply(*rows, scaling, lengths)
         return output[None], None
     valid = _valid(lengths, tokens, query.device)
-    output = _Flash.apply(*(part[valid] for part in parts), scaling, lengths)
+    rows = [tensor[valid] for tensor in by_token]
+    output = _Flash.apply(*rows, scaling, lengths)
     padded = output.new_zeros(batch, tokens, *output.shape[1:])
     return padded.index_put((valid,), output), None
 
 
 def _valid(lengths: Sequence[int], tokens: int, device: torch.device) -> Tensor:
-    """Return bool [rows, tokens]: whether a place of a row padded on the right has a token."""
-    return torch.arange(tokens, device=device) < torch.tensor(lengths, device=device)[:, None]
+    """Return bool [rows, tokens]: whether a position of a row padded on the right has a token."""
+    ends = torch.tensor(lengths, device=device)
+    return torch.arange(tokens, device=device) < ends[:, None]

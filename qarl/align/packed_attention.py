@@ -40,8 +40,13 @@ from qarl.kernels.base import upload
 _QUERIES = 1024
 """Number of queries whose scores are in memory at once."""
 
+Options = Mapping[str, Any]
+"""Keyword arguments of an attention function."""
+Attended = tuple[Tensor, None]
+"""What transformers takes from an attention function: [B, T, H, D], and no weights."""
 
-def check_plain(level: Level, module: nn.Module, options: Mapping[str, Any]) -> None:
+
+def check_plain(level: Level, module: nn.Module, options: Options) -> None:
     """Raise ValueError if an attention that is causal, and nothing more, gets an argument that changes it."""
     changing = [name for name in ("softcap", "sliding_window") if options.get(name) is not None]
     if not is_causal(module, options):
@@ -59,10 +64,11 @@ def check_whole_rows(
     key: Tensor,
     mask: Tensor | None,
     dropout: float,
-    options: Mapping[str, Any],
+    options: Options,
 ) -> None:
     """Raise ValueError unless rows start at position 0 and `check_plain` accepts the arguments `options`."""
-    if mask is not None or dropout or query.shape[2] != key.shape[2]:
+    cached = query.shape[2] != key.shape[2]
+    if mask is not None or dropout or cached:
         raise ValueError(
             "quant.align=model on a GPU needs rows from position 0, packed or padded on the right, without "
             "attention_mask, key-value cache or attention dropout"
@@ -70,10 +76,12 @@ def check_whole_rows(
     check_plain(Level.MODEL, module, options)
 
 
-def is_causal(module: nn.Module, options: Mapping[str, Any]) -> bool:
+def is_causal(module: nn.Module, options: Options) -> bool:
     """Return whether a token sees only itself and the tokens before it, as transformers' `sdpa` decides it."""
     chosen = options.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if chosen is None else chosen)
+    if chosen is None:
+        chosen = getattr(module, "is_causal", True)
+    return bool(chosen)
 
 
 def scored_attention(
@@ -104,10 +112,14 @@ def scored_attention(
     key, value = (tensor.repeat_interleave(groups, 1).to(wide) for tensor in (key, value))
 
     def attend(start: int, part: Tensor, seen: Tensor | None) -> Tensor:
-        scores = (part.to(wide) @ key.transpose(2, 3) * scale / softcap).tanh() * softcap
+        # One operation a line, so that only two tensors of scores are in memory at once.
+        scores = part.to(wide) @ key.transpose(2, 3) * scale
+        scores = scores / softcap
+        scores = scores.tanh()
+        scores = scores * softcap
         if seen is None and causal:
-            places = torch.arange(start, start + part.shape[2], device=part.device)
-            seen = torch.arange(keys, device=part.device) <= places[:, None]
+            positions = torch.arange(start, start + part.shape[2], device=part.device)
+            seen = torch.arange(keys, device=part.device) <= positions[:, None]
         if seen is not None and seen.dtype == torch.bool:
             scores = scores.masked_fill(~seen, torch.finfo(wide).min)
         elif seen is not None:
@@ -119,8 +131,11 @@ def scored_attention(
         return attend(0, query, mask)
     parts = []
     for start in range(0, tokens, _QUERIES):
-        seen = mask if mask is None or mask.shape[2] == 1 else mask[:, :, start : start + _QUERIES]
-        part = query[:, :, start : start + _QUERIES]
+        rows = slice(start, start + _QUERIES)
+        part = query[:, :, rows]
+        seen = mask
+        if mask is not None and mask.shape[2] > 1:
+            seen = mask[:, :, rows]
         parts.append(checkpoint(attend, start, part, seen, use_reentrant=False))
     return torch.cat(parts, 1)
 
@@ -134,7 +149,7 @@ _LENGTHS = WeakIdKeyDictionary()
 """Positions -> their version and lengths. All layers of a forward get the same tensor, so the host reads it once."""
 
 
-def register_attention(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+def register_attention(name: str, function: Callable[..., Attended]) -> None:
     """Register an attention function and `rows_mask` with transformers. A second call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -144,12 +159,10 @@ def register_attention(name: str, function: Callable[..., tuple[Tensor, None]]) 
 
 def use_rows_attention(model: Any) -> bool:
     """Switch a transformers model from `sdpa` to `qarl_rows`, if this is possible. Return whether it is."""
-    known = model.config.model_type in (*FAMILIES, *SHOWN)
-    if (
-        not known
-        or model.config._attn_implementation != "sdpa"
-        or not model._supports_attention_backend
-    ):
+    config = model.config
+    if config.model_type not in (*FAMILIES, *SHOWN):
+        return False
+    if config._attn_implementation != "sdpa" or not model._supports_attention_backend:
         return False
     register_attention(ROWS_ATTENTION, rows_attention)
     model.set_attn_implementation(ROWS_ATTENTION)
@@ -176,7 +189,7 @@ def rows_mask(*, attention_mask: Tensor | None = None, **how: Any) -> Tensor | N
     return sdpa_mask(attention_mask=attention_mask, **how)
 
 
-def lengths_of_rows(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> Lengths | None:
+def lengths_of_rows(query: Tensor, key: Tensor, options: Options) -> Lengths | None:
     """Return the number of tokens of each row, or None if all rows of the forward are full.
 
     `query` [B, H, T, D], `key` [B, Hkv, keys, D]. `options`: the keyword arguments of an attention function. If B is 1,
@@ -195,7 +208,8 @@ def lengths_of_rows(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> L
         if positions is None or batch > 1 or positions.shape != (1, tokens):
             return None
         return _lengths_of_positions(positions)
-    fits = sum(lengths) == tokens if batch == 1 and len(lengths) > 1 else len(lengths) == batch
+    packed = batch == 1 and len(lengths) > 1
+    fits = sum(lengths) == tokens if packed else len(lengths) == batch
     if not fits or max(lengths) > tokens or min(lengths) < 1:
         raise ValueError(f"rows of {lengths} tokens do not fit a forward of {batch} x {tokens}")
     return lengths
@@ -204,16 +218,15 @@ def lengths_of_rows(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> L
 def _lengths_of_positions(positions: Tensor) -> Lengths | None:
     """Return the lengths of rows whose positions [1, T] each go up by 1, or None for a single row."""
     version = None if positions.is_inference() else positions._version
-    known = _LENGTHS.get(positions)
-    if known is not None and version is not None and known[0] == version:
-        lengths: Lengths | None = known[1]
-        return lengths
-    starts = ((positions[0].diff() != 1).nonzero()[:, 0] + 1).tolist()
-    lengths = (
-        tuple(end - start for start, end in pairwise([0, *starts, positions.shape[1]]))
-        if starts
-        else None
-    )
+    lengths: Lengths | None = None
+    if version is not None and positions in _LENGTHS:
+        known_version, lengths = _LENGTHS[positions]
+        if known_version == version:
+            return lengths
+    jumps = (positions[0].diff() != 1).nonzero()[:, 0]
+    starts = (jumps + 1).tolist()
+    bounds = [0, *starts, positions.shape[1]]
+    lengths = tuple(end - start for start, end in pairwise(bounds)) if starts else None
     _LENGTHS[positions] = (version, lengths)
     return lengths
 
@@ -229,16 +242,18 @@ def in_rows(
 
     `query` is [B, H, T, D]; `key` and `value` are [B, Hkv, T, D].
     """
+    tensors = (query, key, value)
     if len(query) == 1 and len(lengths) > 1:
-        rows = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        rows = zip(*(tensor.split(lengths, dim=2) for tensor in tensors), strict=True)
         return torch.cat([attend(i, *row) for i, row in enumerate(rows)], dim=1)
-    total = query.shape[2]
+    rows = zip(*(tensor.split(1) for tensor in tensors), strict=True)
     outputs = []
-    for i, row in enumerate(zip(*(tensor.split(1) for tensor in (query, key, value)), strict=True)):
-        output = attend(
-            i, *(part.split([lengths[i], total - lengths[i]], dim=2)[0] for part in row)
-        )
-        outputs.append(F.pad(output, (0, 0, 0, 0, 0, total - lengths[i])))
+    for i, row in enumerate(rows):
+        length = lengths[i]
+        padding = query.shape[2] - length
+        parts = [tensor.split([length, padding], dim=2)[0] for tensor in row]
+        output = attend(i, *parts)
+        outputs.append(F.pad(output, (0, 0, 0, 0, 0, padding)))
     return torch.cat(outputs)
 
 
@@ -249,7 +264,7 @@ def rows_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     **options: Any,
-) -> tuple[Tensor, None]:
+) -> Attended:
     """Return transformers' `sdpa` within each row, [B, T, H, D]. Shapes are as in `in_rows`.
 
     Raises:
@@ -263,16 +278,19 @@ def rows_attention(
     if window is not None and not causal:
         raise ValueError("QaRL does not pack rows whose attention has a window and is not causal")
     fused = causal and not options.get("dropout") and not _needs_scores(options)
-    if fused and query.is_cuda and len(query) == 1 and sum(lengths) == query.shape[2]:
-        return varlen_attention(query, key, value, lengths, options.get("scaling"), window), None
+    packed = len(query) == 1 and sum(lengths) == query.shape[2]
+    if fused and packed and query.is_cuda:
+        scaling = options.get("scaling")
+        return varlen_attention(query, key, value, lengths, scaling, window), None
 
     def attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return _attend(module, query, key, value, _window_mask(query, window), options)
+        mask = _window_mask(query, window)
+        return _attend(module, query, key, value, mask, options)
 
     return in_rows(attend, query, key, value, lengths), None
 
 
-def _needs_scores(options: Mapping[str, Any]) -> bool:
+def _needs_scores(options: Options) -> bool:
     return options.get("softcap") is not None
 
 
@@ -282,7 +300,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    options: Mapping[str, Any],
+    options: Options,
 ) -> Tensor:
     """Return attention [B, t, H, D] with the arguments `options`."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -321,16 +339,12 @@ def varlen_attention(
 
     ends = _ends(lengths, query.device)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    grouped: dict[str, Any] = (
-        {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    )
+    before = -1 if window is None else window - 1
+    options: dict[str, Any] = {"scale": scaling, "window_size": (before, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
     longest = max(lengths)
-    output: Any = varlen_attn(
-        *(q, k, v, ends, ends, longest, longest),
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **grouped,
-    )
+    output: Any = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
     attended: Tensor = output[None]
     return attended
 
@@ -339,4 +353,5 @@ def varlen_attention(
 @torch.inference_mode(False)  # else a backward could not save it
 def _ends(lengths: Lengths, device: torch.device) -> Tensor:
     """Return 0 and the end of each row, int32 [rows + 1]."""
-    return upload(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)
+    ends = list(accumulate(lengths, initial=0))
+    return upload(torch.tensor(ends, dtype=torch.int32), device)

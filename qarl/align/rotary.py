@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 
 from qarl.kernels.cpu import layer_ops as cpu_ops
 
+Turns = tuple[Tensor, Tensor]
+"""Cosines and sines of a rotary embedding."""
 _NEAR = 0.01
 """Largest relative error, in norm, of rounding. BF16 cosines and sines cause 0.003, a different formula 0.05 to 1."""
 _PROBES = 2048
@@ -39,7 +42,7 @@ class RotaryMatch:
     near: bool
     error: float
     engine: str
-    turns: tuple[Tensor, Tensor] | None
+    turns: Turns | None
 
 
 PARTIAL = ("nemotron",)
@@ -95,29 +98,38 @@ _MATCHES: dict[str, RotaryMatch] = {}
 
 def _compare(config: Any, head_size: int) -> RotaryMatch:
     generator = torch.Generator().manual_seed(0)
-    positions = torch.linspace(0, config.max_position_embeddings - 1, _PROBES).long().unique()
+    last = config.max_position_embeddings - 1
+    positions = torch.linspace(0, last, _PROBES).long().unique()
     query = torch.randn(len(positions), head_size, generator=generator).bfloat16()
     engine = cpu_ops.engine_rotary(config, head_size)
-    theirs = cpu_ops.engine_turn(engine, positions, query)
+    by_engine = cpu_ops.engine_turn(engine, positions, query)
     turns = cpu_ops.cached_turns(engine)
-    if turns is not None and turns[0].shape[-1] * 2 != head_size:
+    if turns is not None and not _equals(by_engine, query, turns, positions):
         turns = None
-    equal = turns is not None and torch.equal(
-        _turn(query, *(part[positions] for part in turns)).bfloat16(), theirs
-    )
-    own = _transformers_turn(config, positions, query)
-    error = (
-        float("inf")
-        if own is None
-        else float((own - theirs.float()).norm() / theirs.float().norm())
-    )
-    return RotaryMatch(equal, error < _NEAR, error, type(engine).__name__, turns if equal else None)
+    by_transformers = _transformers_turn(config, positions, query)
+    error = math.inf
+    if by_transformers is not None:
+        error = _relative_error(by_transformers, by_engine.float())
+    name = type(engine).__name__
+    return RotaryMatch(turns is not None, error < _NEAR, error, name, turns)
+
+
+def _equals(by_engine: Tensor, query: Tensor, turns: Turns, positions: Tensor) -> bool:
+    """Return whether the engine's result is `query` turned by its cosines and sines, bit for bit."""
+    cosines, sines = turns
+    if cosines.shape[-1] * 2 != query.shape[-1]:
+        return False
+    turned = _turn(query, cosines[positions], sines[positions])
+    return torch.equal(turned.bfloat16(), by_engine)
+
+
+def _relative_error(values: Tensor, reference: Tensor) -> float:
+    return float((values - reference).norm() / reference.norm())
 
 
 def head_size_of(config: Any) -> int:
-    return int(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    head_size = getattr(config, "head_dim", None)
+    return int(head_size or config.hidden_size // config.num_attention_heads)
 
 
 def _turn(query: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -145,16 +157,18 @@ def _transformers_turn(config: Any, positions: Tensor, query: Tensor) -> Tensor 
     width = cosines.shape[-1]
     if width != query.shape[-1] and config.model_type not in PARTIAL:
         return None
-    every = slice(0, width, 2) if config.model_type in INTERLEAVED else slice(0, width // 2)
-    turned = _turn(query[:, :width], cosines[0, :, every], sines[0, :, every])
+    half = slice(0, width // 2)
+    if config.model_type in INTERLEAVED:
+        half = slice(0, width, 2)
+    turned = _turn(query[:, :width], cosines[0, :, half], sines[0, :, half])
     return torch.cat((turned, query[:, width:].float()), dim=-1)
 
 
 class EngineRotaryEmbedding(nn.Module):
     """Look up the cosines and sines of `position_ids` [B, T] in the engine's table. Return both as BF16 [B, T, D]."""
 
-    turns: tuple[Tensor, Tensor]
+    turns: Turns
 
-    def forward(self, x: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor, **kwargs: Any) -> Turns:
         cosines, sines = (part[position_ids] for part in self.turns)
         return torch.cat((cosines, cosines), dim=-1), torch.cat((sines, sines), dim=-1)

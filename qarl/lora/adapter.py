@@ -9,13 +9,13 @@ The format is written here, so that neither a run nor an export needs peft. A te
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from qarl.config.lora import FOLDER
 from qarl.errors import UserError
@@ -46,7 +46,7 @@ class Adapter:
     alpha: int
     targets: tuple[str, ...]
     base: str
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
 
     @property
     def factor(self) -> float:
@@ -57,37 +57,44 @@ class Adapter:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def pairs(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return (A, B) by the name of their linear. Raise KeyError if an A has no B."""
-        names = [
-            name.removeprefix(PREFIX).removesuffix(A) for name in self.tensors if name.endswith(A)
-        ]
-        return {
-            name: (self.tensors[f"{PREFIX}{name}{A}"], self.tensors[f"{PREFIX}{name}{B}"])
-            for name in names
-        }
+        pairs = {}
+        for name in _linears(self.tensors):
+            a = self.tensors[f"{PREFIX}{name}{A}"]
+            b = self.tensors[f"{PREFIX}{name}{B}"]
+            pairs[name] = (a, b)
+        return pairs
+
+
+def _linears(tensors: Iterable[str]) -> list[str]:
+    """Return the names of the linears whose A is among the names `tensors`."""
+    names = [name for name in tensors if name.endswith(A)]
+    return [name.removeprefix(PREFIX).removesuffix(A) for name in names]
 
 
 def read_adapter(folder: Path) -> Adapter:
     """Read an adapter in peft's format. Raise UserError if it is more than A and B with a factor of alpha / r."""
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    if more := [
-        f"{key}={config[key]!r}"
-        for key, plain in PLAIN.items()
-        if (config.get(key) or plain) != plain
-    ]:
+    extensions = []
+    for key, neutral in PLAIN.items():
+        if (config.get(key) or neutral) != neutral:
+            extensions.append(f"{key}={config[key]!r}")
+    if extensions:
         raise UserError(
-            f"the adapter has {', '.join(more)}",
+            f"the adapter has {', '.join(extensions)}",
             where=str(folder / CONFIG_FILE),
             why="QaRL computes plain LoRA: the product of A and B, times alpha / r",
             fix="use an adapter that QaRL has trained",
         )
     tensors = load_file(folder / WEIGHTS_FILE)
-    names = [name for name in tensors if name.endswith(A)]
-    linears = [name.removeprefix(PREFIX).removesuffix(A) for name in names]
-    targets = tuple(sorted({name.rpartition(".")[2] for name in linears}))
+    leaves = {name.rpartition(".")[2] for name in _linears(tensors)}
     return Adapter(
-        config["r"], config["lora_alpha"], targets, config["base_model_name_or_path"], tensors
+        r=config["r"],
+        alpha=config["lora_alpha"],
+        targets=tuple(sorted(leaves)),
+        base=config["base_model_name_or_path"],
+        tensors=tensors,
     )
 
 
@@ -95,10 +102,13 @@ def name_base(export: Path) -> None:
     """Name the folder `export` as the base of the adapter in it, if there is one. peft loads the base that is named."""
     file = export / FOLDER / CONFIG_FILE
     if file.is_file():
-        config = json.loads(file.read_text(encoding="utf-8")) | {
-            "base_model_name_or_path": str(export.resolve())
-        }
-        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        config = json.loads(file.read_text(encoding="utf-8"))
+        config["base_model_name_or_path"] = str(export.resolve())
+        _write_config(file, config)
+
+
+def _write_config(file: Path, config: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def write_adapter(folder: Path, adapter: Adapter) -> None:
@@ -114,12 +124,10 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
         "inference_mode": True,
         **PLAIN,
     }
-    text = json.dumps(config, indent=2) + "\n"
-    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
-    tensors = {}
-    for name, tensor in adapter.tensors.items():
-        tensors[name] = tensor.detach().cpu().contiguous()
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / WEIGHTS_FILE).chmod(
-        (folder / CONFIG_FILE).stat().st_mode
-    )  # safetensors lets only the owner read it
+    config_file = folder / CONFIG_FILE
+    weights_file = folder / WEIGHTS_FILE
+    _write_config(config_file, config)
+    on_cpu = {name: tensor.detach().cpu() for name, tensor in adapter.tensors.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in on_cpu.items()}
+    save_file(tensors, weights_file, metadata={"format": "pt"})
+    weights_file.chmod(config_file.stat().st_mode)  # safetensors lets only the owner read it

@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import repeat
 from typing import Any, cast
 
 import torch
@@ -64,11 +65,9 @@ def one_product(rows: int, columns: int, threads: int) -> bool:
         return (torch.randn(count, columns, generator=generator) * 2.0**sizes).bfloat16()
 
     weight = operand(rows)
-    for count in (
-        2,
-        17,
-        *[ROWS] * max(1, 2**21 // (ROWS * rows)),
-    ):  # about one result in 10^5 differs
+    # About one result in 10^5 differs.
+    blocks = max(1, 2**21 // (ROWS * rows))
+    for count in (2, 17, *repeat(ROWS, blocks)):
         x = operand(count)
         if not torch.equal(F.linear(x, weight), _row_by_row(x, weight)):
             return False
@@ -98,16 +97,14 @@ class _Adapter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (x, a, b, shrunk) = grad_outputs, ctx.saved_tensors
+        (grad,) = grad_outputs
+        x, a, b, shrunk = ctx.saved_tensors
         _, need_x, need_a, need_b, _ = ctx.needs_input_grad
         grad_shrunk = (grad @ b).mul_(ctx.factor)
-        return (
-            grad,
-            grad_shrunk @ a if need_x else None,
-            grad_shrunk.t() @ x if need_a else None,
-            (grad.t() @ shrunk).mul_(ctx.factor) if need_b else None,
-            None,
-        )
+        grad_x = grad_shrunk @ a if need_x else None
+        grad_a = grad_shrunk.t() @ x if need_a else None
+        grad_b = (grad.t() @ shrunk).mul_(ctx.factor) if need_b else None
+        return grad, grad_x, grad_a, grad_b, None
 
 
 class AdaptedLinear(nn.Module):
@@ -122,9 +119,8 @@ class AdaptedLinear(nn.Module):
         x = input.reshape(-1, input.shape[-1])
         if not len(x):
             return y
-        total: Tensor = _Adapter.apply(
-            y.reshape(-1, y.shape[-1]), x, self.lora_A, self.lora_B, self.lora_factor
-        )
+        rows = y.reshape(-1, y.shape[-1])
+        total: Tensor = _Adapter.apply(rows, x, self.lora_A, self.lora_B, self.lora_factor)
         return total.view(y.shape)
 
     def _save_to_state_dict(
@@ -141,26 +137,30 @@ def adapted_class(original: type[nn.Module]) -> type[nn.Module]:
     return type(original.__name__, (AdaptedLinear, original), {"__module__": __name__})
 
 
-def target_linears(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[int, int]]:
+Shapes = dict[str, tuple[int, int]]
+"""Name of a linear -> its [N, K]."""
+
+
+def target_linears(model: nn.Module, targets: Sequence[str]) -> Shapes:
     """Return [N, K] of the linears that get an adapter, by name. `targets`: a value of `lora.target_modules`.
 
     Raise UserError if an entry matches no linear, or one that vLLM cannot serve an adapter for."""
     shapes = linear_shapes(model)
+    routers = {name for name in shapes if name.endswith(ROUTERS)}
     of_experts = {_leaf(name) for name in shapes if ".experts." in name}
-    plain = {
-        name: shape
-        for name, shape in shapes.items()
-        if name != "lm_head" and not name.endswith(ROUTERS) and _leaf(name) not in of_experts
-    }
-    known = sorted({_leaf(name) for name in plain})
-    routers = [name for name in shapes if name.endswith(ROUTERS)]
+    adaptable = {}
+    for name, shape in shapes.items():
+        frozen = name == "lm_head" or name in routers or _leaf(name) in of_experts
+        if not frozen:
+            adaptable[name] = shape
+    known = sorted({_leaf(name) for name in adaptable})
     for entry in targets:
         if entry in (ALL_LINEAR, *known):
             continue
         why = f"no linear of this model has the name {entry}, so the adapter would train nothing"
         if entry in of_experts or entry == "experts":
             why = "vLLM's kernels for low-bit experts take no adapters; their weights stay frozen"
-        elif any(name.endswith((f".{entry}", entry)) for name in routers):
+        elif any(name.endswith(entry) for name in routers):
             why = "it routes tokens, and trainer and engine must choose the same experts"
         elif "." in entry:
             why = "linears are chosen by the last part of their names, which has no dot"
@@ -168,11 +168,9 @@ def target_linears(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[
         raise UserError(
             f"{entry} cannot have an adapter", where="lora.target_modules", why=why, fix=fix
         )
-    return {
-        name: shape
-        for name, shape in plain.items()
-        if ALL_LINEAR in targets or _leaf(name) in targets
-    }
+    if ALL_LINEAR in targets:
+        return adaptable
+    return {name: shape for name, shape in adaptable.items() if _leaf(name) in targets}
 
 
 def adapted_leaves(names: Iterable[str]) -> tuple[str, ...]:
@@ -226,7 +224,8 @@ class Adapters:
             start = torch.empty(self.rank, columns).uniform_(-bound, bound, generator=generator)
             where = device if is_gpu(device) else None
             layer.lora_A = nn.Parameter(start.bfloat16().to(where, dtype))
-            layer.lora_B = nn.Parameter(torch.zeros(rows, self.rank, dtype=dtype, device=where))
+            zeros = torch.zeros(rows, self.rank, dtype=dtype, device=where)
+            layer.lora_B = nn.Parameter(zeros)
             layer.lora_factor = config.factor
             self.layers[name] = layer
 
@@ -263,7 +262,8 @@ class Adapters:
 
     def adapter(self) -> Adapter:
         """Return the current adapter. Its tensors are not copies."""
-        return Adapter(self.rank, self.alpha, self.targets, self.base, self.tensors())
+        tensors = self.tensors()
+        return Adapter(self.rank, self.alpha, self.targets, self.base, tensors)
 
     def __str__(self) -> str:
         trained = sum(tensor.numel() for tensor in self.tensors().values())

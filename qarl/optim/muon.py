@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from muon import zeropower_via_newtonschulz5
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
@@ -41,7 +42,7 @@ from qarl.optim.rounding import Region
 _STEPS = 5
 
 
-def use_muon(name: str, parameter: torch.Tensor) -> bool:
+def use_muon(name: str, parameter: Tensor) -> bool:
     """Return whether Muon updates this parameter. It updates matrices, except embeddings and lm_head.
 
     Stacked expert weights [experts, out, in] count as matrices, because Muon orthogonalizes the last two dimensions.
@@ -51,7 +52,7 @@ def use_muon(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim == 2 or (parameter.ndim == 3 and ".experts." in name)
 
 
-def direction(gradient: torch.Tensor, momentum: torch.Tensor, beta: float) -> torch.Tensor:
+def direction(gradient: Tensor, momentum: Tensor, beta: float) -> Tensor:
     """Add `gradient` to `momentum` in place, and return Nesterov's look-ahead. All are FP32 and have the same shape.
 
     `gradient` is not changed.
@@ -60,21 +61,21 @@ def direction(gradient: torch.Tensor, momentum: torch.Tensor, beta: float) -> to
     return gradient.lerp(momentum, beta)
 
 
-def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
+def orthogonalized(matrices: Tensor) -> Tensor:
     """Return Muon's update for directions [..., N, K], in BF16: U S V^T with S near 1, times sqrt(max(1, N / K))."""
     rows, columns = matrices.shape[-2:]
     if not matrices.numel():
         return matrices.to(torch.bfloat16)
-    update: torch.Tensor = zeropower_via_newtonschulz5(matrices, steps=_STEPS)
+    update: Tensor = zeropower_via_newtonschulz5(matrices, steps=_STEPS)
     return update.mul_(max(1, rows / columns) ** 0.5)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, sharing its memory. Return a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def shard_axis(tensor: torch.Tensor) -> int | None:
+def shard_axis(tensor: Tensor) -> int | None:
     """Return the dimension of the tensor's device mesh over which it is sharded, or None if every rank has all of it.
 
     Raises:
@@ -82,37 +83,40 @@ def shard_axis(tensor: torch.Tensor) -> int | None:
     """
     if not isinstance(tensor, DTensor):
         return None
-    axes = [axis for axis, place in enumerate(tensor.placements) if not place.is_replicate()]
-    shards = [isinstance(tensor.placements[axis], Shard) for axis in axes]
-    if len(axes) > 1 or not all(shards):
+    placements = tensor.placements
+    axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    sharded = all(isinstance(placements[axis], Shard) for axis in axes)
+    if len(axes) > 1 or not sharded:
         raise UserError(
-            f"QaRL's optimizer cannot update a parameter with the placements {tensor.placements}",
+            f"QaRL's optimizer cannot update a parameter with the placements {placements}",
             where="actor_rollout_ref.actor: strategy, fsdp_config",
             why="it supports only parameters that FSDP2 has cut once",
             fix="set actor_rollout_ref.actor.strategy=fsdp2, and train without tensor, sequence or expert parallelism",
         )
-    return axes[0] if axes and tensor.device_mesh.size(axes[0]) > 1 else None
+    if not axes or tensor.device_mesh.size(axes[0]) == 1:
+        return None
+    return axes[0]
 
 
 def bounds(length: int, parts: int) -> list[tuple[int, int]]:
     """Return start and stop of each rank's part of a dimension. FSDP2 cuts it like torch.chunk."""
     size = -(-length // parts)
-    ends = [min(rank * size, length) for rank in range(parts + 1)]
-    return [*pairwise(ends)]
+    cuts = [min(rank * size, length) for rank in range(parts + 1)]
+    return list(pairwise(cuts))
 
 
-def region(tensor: torch.Tensor) -> Region:
+def region(tensor: Tensor) -> Region:
     """Return the part of the whole tensor that this rank holds."""
     axis = shard_axis(tensor)
     if axis is None:
         return Region.whole(tuple(tensor.shape))
     assert isinstance(tensor, DTensor)
-    place = tensor.placements[axis]
+    placement = tensor.placements[axis]
     mesh = tensor.device_mesh
-    assert isinstance(place, Shard)
-    of_ranks = bounds(tensor.shape[place.dim], mesh.size(axis))
+    assert isinstance(placement, Shard)
+    of_ranks = bounds(tensor.shape[placement.dim], mesh.size(axis))
     start, stop = of_ranks[mesh.get_local_rank(axis)]
-    return Region(tuple(tensor.shape), place.dim, start, stop)
+    return Region(tuple(tensor.shape), placement.dim, start, stop)
 
 
 def rounds(parameters: Sequence[Parameter], ranks: int) -> list[list[Parameter]]:
@@ -129,9 +133,7 @@ def rounds(parameters: Sequence[Parameter], ranks: int) -> list[list[Parameter]]
     return [ordered[start : start + ranks] for start in starts]
 
 
-def updates(
-    parameters: Sequence[Parameter], directions: Any
-) -> Iterator[tuple[Parameter, torch.Tensor]]:
+def updates(parameters: Sequence[Parameter], directions: Any) -> Iterator[tuple[Parameter, Tensor]]:
     """Yield each parameter with this rank's part of its Muon update, in BF16. All ranks must call this together.
 
     Args:
@@ -151,33 +153,32 @@ def updates(
             yield from zip(matrices, _exchange(matrices, parts, group), strict=True)
 
 
-def _group(parameter: torch.Tensor) -> Any:
+def _group(parameter: Tensor) -> Any:
     axis = shard_axis(parameter)
     assert isinstance(parameter, DTensor)
     return parameter.device_mesh.get_group(axis)
 
 
-def _exchange(
-    matrices: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], group: Any
-) -> list[torch.Tensor]:
+def _exchange(matrices: Sequence[Tensor], parts: Sequence[Tensor], group: Any) -> list[Tensor]:
     """Return this rank's rows of the updates of `matrices`. Rank i of the group orthogonalizes matrix i.
 
     `parts`: this rank's rows of the directions, FP32.
     """
     ranks = dist.get_world_size(group)
     me = dist.get_rank(group)
-    sizes_of_parts = [part.numel() for part in parts]
-    sizes = sizes_of_parts + [0] * (ranks - len(parts))
+    sizes = [part.numel() for part in parts]
+    idle = ranks - len(parts)
+    sizes_of_ranks = sizes + [0] * idle
     rows = columns = 0
     if me < len(matrices):
         rows, columns = matrices[me].shape
     collected = [(stop - start) * columns for start, stop in bounds(rows, ranks)]
-    flat = [part.reshape(-1) for part in parts]
-    sent = torch.cat([part.to(torch.bfloat16) for part in flat])
+    flat = [part.reshape(-1).to(torch.bfloat16) for part in parts]
+    sent = torch.cat(flat)
     whole = sent.new_empty(rows * columns)
-    dist.all_to_all_single(whole, sent, collected, sizes, group=group)
+    dist.all_to_all_single(whole, sent, collected, sizes_of_ranks, group=group)
     update = orthogonalized(whole.view(rows, columns)).reshape(-1) if rows else whole
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, update, sizes, collected, group=group)
-    directions = received.split(sizes_of_parts)
-    return [update.view_as(part) for update, part in zip(directions, parts, strict=True)]
+    dist.all_to_all_single(received, update, sizes_of_ranks, collected, group=group)
+    updates_of_rank = zip(received.split(sizes), parts, strict=True)
+    return [values.view(part.shape) for values, part in updates_of_rank]

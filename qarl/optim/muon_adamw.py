@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from muon import adam_update
+from torch import Tensor
+from torch.nn import Parameter
 
 from qarl.errors import UserError
 from qarl.optim.muon import direction, local_part, region, updates, use_muon
@@ -32,7 +34,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        named_parameters: Iterable[tuple[str, Parameter]],
         *,
         lr: float,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -46,27 +48,24 @@ class MuonAdamW(torch.optim.Optimizer):
 
         `muon_lr`: see `qarl.optim.muon`. None for AdamW alone. `seed`: for stochastic rounding.
         """
-        named = {name: p for name, p in named_parameters if p.requires_grad}
-        self._names = {id(p): name for name, p in named.items()}
-        hidden = [p for name, p in named.items() if muon_lr is not None and use_muon(name, p)]
-        chosen = {id(p) for p in hidden}
-        others = [p for p in named.values() if id(p) not in chosen]
-        common = {"weight_decay": weight_decay, "seed": seed}
-        adam: dict[str, Any] = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "eps": eps,
-            "use_muon": False,
-            **common,
-        }
-        muon: dict[str, Any] = {
-            "lr": muon_lr,
-            "momentum": muon_momentum,
-            "use_muon": True,
-            **common,
-        }
-        groups = [{"params": others, **adam}, {"params": hidden, **muon}]
-        super().__init__([group for group in groups if group["params"]], {})
+        named = [(name, p) for name, p in named_parameters if p.requires_grad]
+        self._names = {id(p): name for name, p in named}
+        hidden: list[Parameter] = []
+        others: list[Parameter] = []
+        for name, parameter in named:
+            if muon_lr is not None and use_muon(name, parameter):
+                hidden.append(parameter)
+            else:
+                others.append(parameter)
+        adam: dict[str, Any] = {"params": others, "lr": lr, "betas": tuple(betas), "eps": eps}
+        muon: dict[str, Any] = {"params": hidden, "lr": muon_lr, "momentum": muon_momentum}
+        adam["use_muon"] = False
+        muon["use_muon"] = True
+        groups = [group for group in (adam, muon) if group["params"]]
+        for group in groups:
+            group["weight_decay"] = weight_decay
+            group["seed"] = seed
+        super().__init__(groups, {})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
@@ -83,16 +82,13 @@ class MuonAdamW(torch.optim.Optimizer):
                 self._step_adamw(group)
 
     def _step_muon(self, group: dict[str, Any]) -> None:
-        def next_direction(parameter: torch.nn.Parameter) -> torch.Tensor:
+        def next_direction(parameter: Parameter) -> Tensor:
             state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter, dtype=torch.float32)
             momentum = local_part(state["momentum_buffer"])
-            gradient = (
-                torch.zeros_like(momentum)
-                if parameter.grad is None
-                else local_part(parameter.grad).float()
-            )
+            grad = parameter.grad
+            gradient = torch.zeros_like(momentum) if grad is None else local_part(grad).float()
             return direction(gradient, momentum, group["momentum"])
 
         for parameter, update in updates(group["params"], next_direction):
@@ -113,22 +109,20 @@ class MuonAdamW(torch.optim.Optimizer):
             update = adam_update(gradient, first, second, step, group["betas"], group["eps"])
             self._apply(parameter, update, group)
 
-    def _apply(
-        self, parameter: torch.nn.Parameter, update: torch.Tensor, group: dict[str, Any]
-    ) -> None:
+    def _apply(self, parameter: Parameter, update: Tensor, group: dict[str, Any]) -> None:
         """Change this rank's part of the parameter, and count the update."""
         state = self.state[parameter]
         weight = local_part(parameter)
         state["step"] = state.get("step", 0) + 1
+        lr = group["lr"]
         working = weight.float()  # the weight itself if it is FP32
-        decay = 1 - group["lr"] * group["weight_decay"]
-        working.mul_(decay).add_(update, alpha=-group["lr"])
+        working.mul_(1 - lr * group["weight_decay"])
+        working.add_(update, alpha=-lr)
         if weight.dtype == torch.bfloat16:
             key = rounding_key(group["seed"], self._names[id(parameter)], state["step"])
             rounded = stochastic_round(working, key, region(parameter))
-            weight.copy_(
-                torch.where(rounded == weight, weight, rounded)
-            )  # a zero update leaves -0.0 as it is
+            # A zero update leaves -0.0 as it is.
+            weight.copy_(torch.where(rounded == weight, weight, rounded))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a `state_dict()`. Unlike torch, keep the state of BF16 parameters in FP32.
@@ -147,5 +141,5 @@ class MuonAdamW(torch.optim.Optimizer):
         for index, saved in state_dict["state"].items():
             parameter = parameters[index]
             for name, value in saved.items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, Tensor):
                     self.state[parameter][name] = value.to(parameter.device, copy=True)

@@ -36,7 +36,7 @@ def test_random_bits_are_the_upper_bits_of_splitmix64() -> None:
 def test_parts_are_rounded_as_the_whole(
     dim: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounding, "_AT_A_TIME_ON_CPU", at_a_time)
+    monkeypatch.setattr(rounding, "_BLOCK_ON_CPU", at_a_time)
     source = torch.randn(5, 6, 7, generator=torch.Generator().manual_seed(1))
     whole = stochastic_round(source, KEY)
     size = source.shape[dim]

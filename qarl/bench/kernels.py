@@ -37,6 +37,8 @@ FLUSH_BYTES = 512 * 2**20
 MOST_ROUNDS = 1000
 
 KEYS = Arguments
+Call = Callable[[], object]
+"""A product or quantizer with its operands."""
 
 
 def run(arguments: Arguments) -> int:
@@ -51,12 +53,8 @@ def run(arguments: Arguments) -> int:
     tops = ceilings(device)
     print(f"{report.device_name(device)}: copy {tops['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
           f"BF16 product {tops['bf16_flop_per_s'] / 1e12:.1f} TFLOP/s")  # fmt: skip
-    document = report.facts(device) | {
-        "benchmark": "kernels",
-        "arguments": as_json(arguments),
-        "ceilings": tops,
-    }
-    document |= {"results": [], "not_measured": {}}
+    document = report.facts(device) | {"benchmark": "kernels", "arguments": as_json(arguments)}
+    document |= {"ceilings": tops, "results": [], "not_measured": {}}
     with torch.no_grad():
         for group in groups(arguments, device):
             document["results"] += _measure(group, device, arguments, document)
@@ -71,26 +69,24 @@ def _measure(
     group: Group, device: torch.device, arguments: Arguments, document: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Return the results of competitors with correct numbers. For the others, write the reason to `document`."""
-    wrong = {competitor.name: competitor.wrong() for competitor in group.competitors}
-    document["not_measured"] |= {
-        f"{group.place}: {name}": why for name, why in wrong.items() if why
-    }
-    good = {
-        competitor.name: competitor
-        for competitor in group.competitors
-        if wrong[competitor.name] is None
-    }
-    calls = {name: competitor.call for name, competitor in good.items()}
-    times = (
-        measure(calls, device, seconds=arguments.seconds, rounds=arguments.rounds) if calls else {}
-    )
-    results = {
-        name: group.keys | _entry(good[name], times[name], document["ceilings"]) for name in good
-    }
+    correct = {}
+    for competitor in group.competitors:
+        why = competitor.wrong()
+        if why is None:
+            correct[competitor.name] = competitor
+        elif why:
+            document["not_measured"][f"{group.place}: {competitor.name}"] = why
+    if not correct:
+        return []
+    calls = {name: competitor.call for name, competitor in correct.items()}
+    times = measure(calls, device, seconds=arguments.seconds, rounds=arguments.rounds)
+    results = {}
+    for name, competitor in correct.items():
+        entry = _entry(competitor, times[name], document["ceilings"])
+        results[name] = group.keys | entry
     for name, entry in results.items():
-        base = next(
-            (base for base in ("bf16 bf16", f"{entry['scheme']} pytorch") if base in results), None
-        )
+        baselines = ("bf16 bf16", f"{entry['scheme']} pytorch")
+        base = next((base for base in baselines if base in results), None)
         entry["baseline"] = base
         entry["speedup"] = times[base]["median"] / times[name]["median"] if base else None
         print(report.kernel_line(group.place, entry))
@@ -114,7 +110,7 @@ def _entry(
 
 
 def measure(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float, rounds: int
+    calls: Mapping[str, Call], device: torch.device, *, seconds: float, rounds: int
 ) -> dict[str, dict[str, float]]:
     """Return median, minimum and maximum of the seconds of every call after a warm-up, and the number of calls.
     A round runs each call once. Rounds are repeated until `seconds` have passed, but at least `rounds` times."""
@@ -129,23 +125,24 @@ def measure(
         for name, call in calls.items():
             taken[name].append(seconds_of(call))
         done += 1
-    summaries = {}
+    times = {name: report.summary([values]) for name, values in taken.items()}
     for name, values in taken.items():
-        summaries[name] = report.summary([values]) | {"calls": len(values)}
-    return summaries
+        times[name]["calls"] = len(values)
+    return times
 
 
-def _seconds_on_cpu(call: Callable[[], object]) -> float:
+def _seconds_on_cpu(call: Call) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
-def _seconds_on_gpu(call: Callable[[], object]) -> float:
+def _seconds_on_gpu(call: Call) -> float:
     import torch
 
     _flush_buffer().zero_()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     start.record()
     call()
     end.record()
@@ -170,12 +167,8 @@ def ceilings(device: torch.device) -> dict[str, float]:
     target = torch.empty_like(source)
     a = torch.randn(side, side, device=device).bfloat16()
     b = torch.randn(side, side, device=device).bfloat16()
-    calls: dict[str, Callable[[], object]] = {
-        "copy": lambda: target.copy_(source),
-        "product": lambda: a @ b,
-    }
+    calls: dict[str, Call] = {"copy": lambda: target.copy_(source), "product": lambda: a @ b}
     times = measure(calls, device, seconds=1.0 if on_gpu else 0.5, rounds=10)
-    return {
-        "copy_bytes_per_s": 2 * size / times["copy"]["median"],
-        "bf16_flop_per_s": 2 * side**3 / times["product"]["median"],
-    }
+    bytes_per_s = 2 * size / times["copy"]["median"]
+    flop_per_s = 2 * side**3 / times["product"]["median"]
+    return {"copy_bytes_per_s": bytes_per_s, "bf16_flop_per_s": flop_per_s}

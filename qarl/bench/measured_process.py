@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from qarl.bench.model import run_config
@@ -88,29 +88,26 @@ def measure(arguments: Arguments, case: Case, folder: str) -> Answer:
         bench.round()
     check_linears(bench.policy, bench.engine)
     rounds = [bench.round() for _ in range(arguments.rounds)]
-    layers = low_bit_layers(bench.policy.model)
-    kernels = sorted({layer.kernel.name for layer in layers.values()})
-    on_gpu = (
-        torch.cuda.is_available()
-    )  # PyTorch's memory, including vLLM's; on a CPU resident memory
-    peak = (
-        torch.cuda.max_memory_allocated()
-        if on_gpu
-        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
+    layers = low_bit_layers(bench.policy.model).values()
+    kernels = {layer.kernel.name for layer in layers}
+    # PyTorch's memory, including vLLM's; on a CPU resident memory.
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "rounds": rounds,
         "peak_bytes": peak,
         "level_applied": bench.policy.align,
-        "kernels": kernels,
+        "kernels": sorted(kernels),
     }
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, UserError | WrongNumbers):
         return " ".join(str(error).split())
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({place.filename.rpartition('/')[2]}:{place.lineno})"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 class StepBench:
@@ -139,16 +136,12 @@ class StepBench:
     def _prefill(self) -> float:
         """Return the seconds of a step's prefill, measured by generating only one token per response."""
         trainer = self.trainer
-        rollout = self.trainer.config.rollout
-        prompts = [
-            prompt.prompt_token_ids
-            for prompt in trainer.parts.train_prompts
-            for _ in range(rollout.n)
-        ]
+        prompts = _repeated_prompts(trainer)
+        one_token = SamplingConfig(1, trainer.config.rollout.temperature)
+        seeds = list(range(len(prompts)))
         trainer.engine.reset_prefix_cache()
         start = time.perf_counter()
-        seeds = list(range(len(prompts)))
-        trainer.generate(prompts, SamplingConfig(1, rollout.temperature), seeds)
+        trainer.generate(prompts, one_token, seeds)
         seconds = time.perf_counter() - start
         trainer.engine.reset_prefix_cache()
         return seconds
@@ -192,9 +185,10 @@ class PublishBench:
             report = self.policy.publish(self.engine, version=self.version, phase=phase)
         self.version += 1
         metrics = report.metrics(quantizing)
-        return _phases(self.timer) | {
-            f"publish.{part}": metrics[f"publish/{part}_s"] for part in PUBLISH_PARTS
-        }
+        phases = _phases(self.timer)
+        for part in PUBLISH_PARTS:
+            phases[f"publish.{part}"] = metrics[f"publish/{part}_s"]
+        return phases
 
     def round(self) -> Phases:
         move_weights(self.policy, self.version)
@@ -202,8 +196,8 @@ class PublishBench:
 
 
 def _phases(timer: PhaseTimer) -> Phases:
-    timings = timer.pop()
-    return {name.removeprefix("timing_s/"): seconds for name, seconds in timings.items()}
+    metrics = timer.pop()
+    return {name.removeprefix("timing_s/"): seconds for name, seconds in metrics.items()}
 
 
 def _check_update(metrics: dict[str, float]) -> None:
@@ -222,54 +216,61 @@ BENCHES: dict[str, type[StepBench | TrainerBench | PublishBench]] = {
 @torch.no_grad()
 def check_linears(policy: Policy, engine: RolloutEngine | None) -> None:
     """Raise WrongNumbers for the first linear whose error is too large."""
-    layers = low_bit_layers(policy.model)
-    if any(layer.kernel.reference for layer in layers.values()):
+    layers = low_bit_layers(policy.model).values()
+    if any(layer.kernel.reference for layer in layers):
         raise WrongNumbers(
             "the trainer's linears run the reference kernel, because no fast kernel can serve here"
         )
-    theirs = {} if engine is None else dict(engine.model().named_modules())
-    ours: dict[str, Any] = dict(policy.model.named_modules())
-    for name in ours:
+    of_engine = {} if engine is None else dict(engine.model().named_modules())
+    of_trainer: dict[str, Any] = dict(policy.model.named_modules())
+    for name in of_trainer:
         block, _, leaf = name.rpartition(".")
         for fused, parts in PARTS.items():
-            if leaf == parts[0]:
-                linears: dict[str, nn.Linear] = {
-                    f"{block}.{part}": ours[f"{block}.{part}"] for part in parts
-                }
-                wrapped = f"{block}.{fused}.base_layer"  # in vLLM's linear with adapters
-                engines = (
-                    theirs[wrapped if wrapped in theirs else f"{block}.{fused}"] if theirs else None
-                )
-                _compare(linears, policy.scheme, engines, policy.device)
+            if leaf != parts[0]:
+                continue
+            names = [f"{block}.{part}" for part in parts]
+            linears = {name: of_trainer[name] for name in names}
+            fused_name = f"{block}.{fused}"
+            wrapped = f"{fused_name}.base_layer"  # in vLLM's linear with adapters
+            engine_linear = of_engine.get(wrapped)
+            if of_engine and engine_linear is None:
+                engine_linear = of_engine[fused_name]
+            _compare(linears, policy, engine_linear)
 
 
 def _compare(
-    linears: dict[str, nn.Linear], scheme: Scheme, engines: nn.Module | None, device: torch.device
+    linears: dict[str, nn.Linear], policy: Policy, engine_linear: nn.Module | None
 ) -> None:
+    """Compare the trainer's linears, and the engine's one that fuses them, with the reference."""
+    scheme = policy.scheme
+    device = policy.device
     first = next(iter(linears.values()))
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(ROWS, first.in_features, generator=generator, device=device).bfloat16()
     expected = {name: reference(linear, scheme, x) for name, linear in linears.items()}
+    for name, linear in linears.items():
+        if isinstance(linear, QuantLinear):
+            output = QuantLinear.forward(linear, x)
+            _check_output(f"{name}: the trainer", output, expected[name], scheme)
+    if engine_linear is None:
+        return
+    widths = [output.shape[1] for output in expected.values()]
+    parts = engine_linear(x)[0].split(widths, -1)
+    for name, output in zip(linears, parts, strict=True):
+        _check_output(f"{name}: the engine", output, expected[name], scheme)
+
+
+def _check_output(who: str, output: Tensor, expected: Tensor, scheme: Scheme) -> None:
     allowed = ALLOWED.get(scheme.operands.activations, ALLOWED_OTHERWISE)
-    low_bit = {name: layer for name, layer in linears.items() if isinstance(layer, QuantLinear)}
-    outputs = [
-        (name, "the trainer", QuantLinear.forward(layer, x)) for name, layer in low_bit.items()
-    ]
-    if engines is not None:
-        columns = [true.shape[1] for true in expected.values()]
-        parts = engines(x)[0].split(columns, -1)
-        for name, part in zip(linears, parts, strict=True):
-            outputs.append((name, "the engine", part))
-    for name, who, y in outputs:
-        true = expected[name].float()
-        error = float((y.float() - true).norm() / true.norm())
-        if not error <= allowed:  # true for NaN, too
-            raise WrongNumbers(
-                f"{name}: {who} differs from the reference by {error:.1e}; {allowed:.1e} is allowed"
-            )
+    difference = output.float() - expected.float()
+    error = float(difference.norm() / expected.float().norm())
+    if not error <= allowed:  # true for NaN, too
+        raise WrongNumbers(
+            f"{who} differs from the reference by {error:.1e}; {allowed:.1e} is allowed"
+        )
 
 
-def reference(linear: nn.Linear, scheme: Scheme, x: torch.Tensor) -> torch.Tensor:
+def reference(linear: nn.Linear, scheme: Scheme, x: Tensor) -> Tensor:
     """Return the output [ROWS, N] that `linear` must give for x [ROWS, K] under `scheme`."""
     if not scheme.quantized:
         bias = None if linear.bias is None else linear.bias.float()
@@ -292,17 +293,21 @@ def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
     tokens = arguments.sequences * (arguments.prompt_length + arguments.response_length + 32)
     # 1.5 times what all sequences at once need.
     kv_cache = max(0.125, 1.5 * arguments.source.size.kv_bytes_per_token() * tokens / 2**30)
+    sequences = max(256, arguments.sequences)
+    micro_batches = dict.fromkeys(
+        ("ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu"),
+        arguments.micro_batch_size,
+    )
     return run_config(
-        *(folder, arguments, scheme, level),
+        folder,
+        arguments,
+        scheme,
+        level,
         data={"max_response_length": arguments.response_length},
-        rollout={"max_num_seqs": max(256, arguments.sequences), "cpu_kvcache_space_gib": kv_cache},
-        actor={
-            f"{name}_micro_batch_size_per_gpu": arguments.micro_batch_size
-            for name in ("ppo", "log_prob")
-        },
-        quant={
-            "mismatch_limit": 5.0
-        },  # random weights differ by more than those of a trained model
+        rollout={"max_num_seqs": sequences, "cpu_kvcache_space_gib": kv_cache},
+        actor=micro_batches,
+        # Random weights differ by more than those of a trained model.
+        quant={"mismatch_limit": 5.0},
         optim={"lr": 1e-6},
         lora={"r": case.lora_r},
     )
@@ -332,36 +337,31 @@ def make_trainer(arguments: Arguments, case: Case, folder: str, *, engine: bool)
     rows = random_tokens(hf_config.vocab_size, arguments.prompts, arguments.prompt_length)
     prompts = [Prompt(i, "random", [], ids, "") for i, ids in enumerate(rows)]
     sampler = PromptSampler(len(prompts), len(prompts), seed=0, shuffle=False)
-    parts = RunParts(
-        Policy.load(config),
-        tokenizer,
-        0,
-        PromptDataset(prompts),
-        [],
-        sampler,
-        InProcessReward("random", random_reward),
-        {},
-    )
+    policy = Policy.load(config)
+    dataset = PromptDataset(prompts)
+    reward = InProcessReward("random", random_reward)
+    parts = RunParts(policy, tokenizer, 0, dataset, [], sampler, reward, {})
     nobody: Any = object()
     return LocalTrainer(config, parts, None if engine else nobody)
 
 
+def _repeated_prompts(trainer: LocalTrainer) -> list[list[int]]:
+    """Return the token ids of each prompt, once for each of its responses."""
+    prompts = [prompt.prompt_token_ids for prompt in trainer.parts.train_prompts]
+    return [prompt for prompt in prompts for _ in range(trainer.config.rollout.n)]
+
+
 def random_batch(trainer: LocalTrainer) -> Batch:
     """Return a step's sequences with random responses. `rollout_log_probs` are zero."""
-    config = trainer.config
-    prompts = [
-        prompt.prompt_token_ids
-        for prompt in trainer.parts.train_prompts
-        for _ in range(config.rollout.n)
-    ]
-    length = config.data.max_response_length
+    prompts = _repeated_prompts(trainer)
+    length = trainer.config.data.max_response_length
     vocabulary = trainer.policy.model.config.vocab_size
     responses = random_tokens(vocabulary, len(prompts), length, seed=1)
     zeros = [[0.0] * length for _ in prompts]
-    rollout = RolloutBatch(prompts, responses, zeros, ["length"] * len(prompts), trainer.step)
+    finish_reasons = ["length"] * len(prompts)
+    rollout = RolloutBatch(prompts, responses, zeros, finish_reasons, trainer.step)
     signs = 1.0 - 2.0 * (torch.arange(len(prompts)) % 2)
-    rewards = (signs + 1) / 2
-    batch = make_batch(rollout, rewards, signs, pad_token_id=0)
+    batch = make_batch(rollout, (signs + 1) / 2, signs, pad_token_id=0)
     return batch.to(trainer.policy.device)
 
 
@@ -371,8 +371,8 @@ def move_weights(policy: Policy, seed: int) -> None:
     torch.manual_seed(seed)
     for parameter in policy.model.parameters():
         rms = parameter.float().square().mean().sqrt()
-        size = rms.clamp(min=2.0**-6)
-        parameter.add_(torch.randn_like(parameter) * (size / 16).to(parameter.dtype))
+        size = rms.clamp(min=2.0**-6) / 16
+        parameter.add_(torch.randn_like(parameter) * size.to(parameter.dtype))
 
 
 if __name__ == "__main__":

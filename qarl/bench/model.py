@@ -8,6 +8,7 @@ copy of the model has no end-of-sequence token, so all responses have the reques
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +55,8 @@ def find_model(name: str) -> Source:
                 fix="give a model folder, or a known name",
             )
         return Source(folder.name, json.loads((folder / "config.json").read_text()), folder)
-    folders = [path.parent.name for path in sorted(MODELS.glob("*/config.json"))]
-    names = {folder_name.lower(): folder_name for folder_name in folders}
+    known = [path.parent.name for path in sorted(MODELS.glob("*/config.json"))]
+    names = {name.lower(): name for name in known}
     name = names[one_of(name.lower(), names, "model")]
     return Source(name, json.loads((MODELS / name / "config.json").read_text()))
 
@@ -74,10 +75,8 @@ def linear_shapes(source: Source) -> dict[str, tuple[int, int]]:
 def default_group_size(size: ModelSize) -> int:
     """Return the largest of 128, 64 and 32 that divides the input size of every linear, or 128 if there is none."""
     inputs = {k for _, k in size.block_linears(0).values()}
-    for group in (128, 64, 32):
-        if all(k % group == 0 for k in inputs):
-            return group
-    return 128
+    divisor = math.gcd(*inputs)
+    return next((group for group in (128, 64, 32) if divisor % group == 0), 128)
 
 
 def run_config(
@@ -99,10 +98,8 @@ def run_config(
         "actor": {"ppo_mini_batch_size": work.prompts // work.mini_batches},
         "trainer": {"total_training_steps": 10**6, "val_before_train": False, "test_freq": -1},
     }
-    config: dict[str, Any] = {"name": "bench", "backend": backend}
-    for name in values | more:
-        config[name] = values.get(name, {}) | more.get(name, {})
-    return build_config(config)
+    sections = {name: values.get(name, {}) | more.get(name, {}) for name in values | more}
+    return build_config({"name": "bench", "backend": backend} | sections)
 
 
 def write_model(source: Source, layers: int, folder: Path, *, eos: int | None = None) -> int:
@@ -144,9 +141,8 @@ def _numbered_tokens(vocab_size: int, eos: int | None) -> Any:
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = {f"t{i}": i for i in range(vocab_size) if i not in SPECIAL} | {
-        word: i for i, word in SPECIAL.items()
-    }
+    words = {f"t{i}": i for i in range(vocab_size) if i not in SPECIAL}
+    words |= {word: i for i, word in SPECIAL.items()}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(

@@ -10,6 +10,7 @@ import datetime
 import platform
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from qarl.metrics.tracker import cpu, git_commit
@@ -31,35 +32,36 @@ PHASES = {
     "publish": ("publish.quantize", "publish.pack", "publish.prepare", "publish.validate",
                 "publish.apply", "quantize", "publish"),
 }  # fmt: skip
+"""The columns of the tables of seconds."""
 RATIOS = {
     "steps": ("rollout", "prefill", "decode", "old_log_prob", "update", "step"),
     "trainer": ("old_log_prob", "update", "step"),
     "publish": ("publish",),
 }
-"""PHASES: the columns of the tables of seconds. RATIOS: the columns of the tables of ratios. `quantize` has no ratio,
-because bf16 has nothing to quantize."""
+"""The columns of the tables of ratios. `quantize` has no ratio, because bf16 has nothing to quantize."""
 
 
 def facts(device: torch.device) -> dict[str, Any]:
     import torch
 
+    now = datetime.datetime.now(datetime.UTC)
+    versions: dict[str, Any] = dict(package_versions(PACKAGES))
+    versions["python"] = platform.python_version()
+    versions["cuda"] = torch.version.cuda or "none"
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now.isoformat(timespec="seconds"),
         "device": device_name(device),
-        "versions": package_versions(PACKAGES)
-        | {"python": platform.python_version(), "cuda": torch.version.cuda or "none"},
+        "versions": versions,
         "commit": commit(),
     }
 
 
 def head(document: Mapping[str, Any]) -> str:
     """Return the facts in one line."""
-    packages = ", ".join(
-        f"{name} {document['versions'][name]}" for name in SHOWN if name in document["versions"]
-    )
-    return (
-        f"{document['device']}, {packages}, commit {document['commit']}, {document['date'][:10]}."
-    )
+    versions = document["versions"]
+    packages = ", ".join(f"{name} {versions[name]}" for name in SHOWN if name in versions)
+    date = document["date"][:10]
+    return f"{document['device']}, {packages}, commit {document['commit']}, {date}."
 
 
 def device_name(device: torch.device) -> str:
@@ -83,13 +85,14 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> st
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
-def kernel_line(place: str, entry: Result) -> str:
+def kernel_line(case: str, entry: Result) -> str:
     """Return one result as a line of text: median (minimum-maximum), and the shares of this machine's peak rates."""
     shares = f"{entry['share_of_copy']:.0%} of a copy's bytes/s"
     if entry["share_of_bf16_product"]:
         shares += f", {entry['share_of_bf16_product']:.0%} of a BF16 product's FLOP/s"
     speedup = f", {entry['speedup']:.2f}x" if entry["speedup"] else ""
-    return f"{place:52} {entry['scheme']} {entry['kernel']}: {seconds(entry['seconds'])} s, {shares}{speedup}"
+    time = seconds(entry["seconds"])
+    return f"{case:52} {entry['scheme']} {entry['kernel']}: {time} s, {shares}{speedup}"
 
 
 def units(samples: Samples) -> list[float]:
@@ -131,17 +134,12 @@ def _head(document: Document) -> str:
         done += f", {work['mini_batches']} {batches} of micro-batches of {work['micro_batch_size']}"
     depth = model["layers"][-1]
     whole = model["num_hidden_layers"]
-    cut = (
-        ""
-        if depth == whole
-        else f" (the whole model has {whole}, but the others were not measured)"
-    )
-    taken = [
-        len(value["samples"])
-        for result in document["results"]
-        for value in result["phases"].values()
-    ]
-    launches = max(taken, default=document["arguments"]["launches"])
+    cut = ""
+    if depth != whole:
+        cut = f" (the whole model has {whole}, but the others were not measured)"
+    phases = chain.from_iterable(result["phases"].values() for result in document["results"])
+    counts = [len(phase["samples"]) for phase in phases]
+    launches = max(counts, default=document["arguments"]["launches"])
     over = f"{launches} launches" if launches > 1 else "the rounds of one launch"
     return (
         f"{model['name']}, {model['weights']} weights: {model['parameters'][-1] / 1e6:.0f}M parameters in {depth} "
@@ -153,15 +151,16 @@ def _seconds(document: Document) -> str:
     phases = PHASES[document["kind"]]
     share = document["kind"] == "steps"
     titles = [f"{phase.removeprefix('publish.')}, s" for phase in phases]
-    head = [*_label_titles(document), *titles, *(["publish / step"] if share else [])]
+    head = [*_label_titles(document), *titles]
+    if share:
+        head.append("publish / step")
 
     def row(result: Result) -> Iterable[str]:
-        taken = result["phases"]
-        yield from (
-            seconds(summary(taken[phase]["samples"])) if phase in taken else "" for phase in phases
-        )
+        samples = _samples_of(result)
+        for phase in phases:
+            yield seconds(summary(samples[phase])) if phase in samples else ""
         if share:
-            part = ratio(taken["publish"]["samples"], taken["step"]["samples"])
+            part = ratio(samples["publish"], samples["step"])
             yield f"{part['median']:.1%}"
 
     return _table(document, head, row)
@@ -172,13 +171,16 @@ def _ratios(document: Document) -> str:
     that of adapters over all weights."""
     phases = RATIOS[document["kind"]]
     level = document["kind"] != "publish"
-    cases = {
-        (result["scheme"], result["level"], result.get("lora_r", 0)): result
-        for result in document["results"]
-    }
+    cases = {}
+    for result in document["results"]:
+        rank = result.get("lora_r", 0)
+        cases[result["scheme"], result["level"], rank] = result
     adapters = any(rank for *_, rank in cases)
-    head = [*_label_titles(document), *phases, *(["step / `off`"] if level else [])]
-    head += ["update / all weights", "step / all weights"] if adapters else []
+    head = [*_label_titles(document), *phases]
+    if level:
+        head.append("step / `off`")
+    if adapters:
+        head += ["update / all weights", "step / all weights"]
 
     def row(result: Result) -> Iterable[str]:
         base = cases.get((UNQUANTIZED.name, "off" if level else None, 0))
@@ -189,21 +191,25 @@ def _ratios(document: Document) -> str:
             whole = cases.get((result["scheme"], result["level"], 0))
             yield from (_ratio(result, whole, phase) for phase in ("update", "step"))
 
-    return f"Speed relative to BF16{' at `off`' * level}:\n\n{_table(document, head, row)}"
+    base = "BF16 at `off`" if level else "BF16"
+    return f"Speed relative to {base}:\n\n{_table(document, head, row)}"
+
+
+def _samples_of(result: Result) -> dict[str, Samples]:
+    return {phase: value["samples"] for phase, value in result["phases"].items()}
 
 
 def _ratio(base: Result | None, other: Result | None, phase: str) -> str:
     if base is None or other is None:
         return ""
-    of_base = base["phases"].get(phase)
-    of_other = other["phases"].get(phase)
-    if of_base is None or of_other is None:
+    of_base = _samples_of(base)
+    of_other = _samples_of(other)
+    if phase not in of_base or phase not in of_other:
         return ""
-    both = ratio(of_base["samples"], of_other["samples"])
-    figures = f"{both['median']:.2f} ({both['minimum']:.2f}-{both['maximum']:.2f})"
-    return (
-        "skipped" if phase == "old_log_prob" and both["median"] > 100 else figures
-    )  # actor.old_log_probs=auto
+    ratios = ratio(of_base[phase], of_other[phase])
+    if phase == "old_log_prob" and ratios["median"] > 100:
+        return "skipped"  # actor.old_log_probs=auto
+    return f"{ratios['median']:.2f} ({ratios['minimum']:.2f}-{ratios['maximum']:.2f})"
 
 
 def _throughput(document: Document) -> str:
@@ -214,46 +220,49 @@ def _throughput(document: Document) -> str:
 
     def row(result: Result) -> Iterable[str]:
         lengths = {"prefill": work["prompt_length"], "decode": work["response_length"] - 1}
-        for phase, tokens in lengths.items() if rates else ():
-            yield f"{work['sequences'] * tokens / summary(result['phases'][phase]['samples'])['median']:.0f}"
-        yield (
-            f"{result['peak_bytes']['step'] / 2**30:.2f}"
-            if result["peak_bytes"].get("step")
-            else ""
-        )
+        if rates:
+            samples = _samples_of(result)
+            for phase, tokens in lengths.items():
+                median = summary(samples[phase])["median"]
+                yield f"{work['sequences'] * tokens / median:.0f}"
+        peak = result["peak_bytes"].get("step")
+        yield f"{peak / 2**30:.2f}" if peak else ""
 
-    return _table(document, [*_label_titles(document), *titles, "peak memory, GiB"], row)
+    head = [*_label_titles(document), *titles, "peak memory, GiB"]
+    return _table(document, head, row)
 
 
 def _label_titles(document: Document) -> list[str]:
+    if document["kind"] == "publish":
+        return ["scheme"]
     adapters = any(result.get("lora_r") for result in document["results"])
-    return (
-        ["scheme"]
-        if document["kind"] == "publish"
-        else ["scheme", "level", *(["r"] if adapters else [])]
-    )
+    return ["scheme", "level", "r"] if adapters else ["scheme", "level"]
 
 
 def _labels(document: Document, result: Result) -> list[str]:
     level = result["level"]
     applied = result.get("level_applied") or result["level"]
-    level = f"`{level}`" + f" (ran as `{applied}`)" * (applied != level)
-    labels = [result["scheme"], level, str(result.get("lora_r") or "all weights")]
+    shown = f"`{level}`"
+    if applied != level:
+        shown += f" (ran as `{applied}`)"
+    labels = [result["scheme"], shown, str(result.get("lora_r") or "all weights")]
     return labels[: len(_label_titles(document))]
 
 
-def _table(document: Document, head: Sequence[str], row: Callable[[Result], Iterable[str]]) -> str:
-    results = document["results"]
-    return markdown_table(head, [[*_labels(document, result), *row(result)] for result in results])
+Row = Callable[[Result], Iterable[str]]
+"""Returns the cells of a result after its labels."""
+
+
+def _table(document: Document, head: Sequence[str], row: Row) -> str:
+    rows = [[*_labels(document, result), *row(result)] for result in document["results"]]
+    return markdown_table(head, rows)
 
 
 def seconds(value: Mapping[str, float]) -> str:
     """Format as `1.23 (1.2-1.31)`, or `0` if it took no time."""
-    return (
-        f"{value['median']:.3g} ({value['minimum']:.3g}-{value['maximum']:.3g})"
-        if value["maximum"]
-        else "0"
-    )
+    if not value["maximum"]:
+        return "0"
+    return f"{value['median']:.3g} ({value['minimum']:.3g}-{value['maximum']:.3g})"
 
 
 def kernel_tables(document: Mapping[str, Any]) -> str:
@@ -276,26 +285,27 @@ def kernel_tables(document: Mapping[str, Any]) -> str:
 
 def _kernel_table(entries: Sequence[Result]) -> str:
     columns = sorted({entry["m"] for entry in entries})
-    by_name = dict[str, dict[int, Result]]()
+    by_name: dict[str, dict[int, Result]] = {}
     for entry in entries:
-        by_name.setdefault(f"{entry['scheme']} {entry['kernel']}", {})[entry["m"]] = entry
-    rows = [
-        [name.removeprefix("bf16 "), *(_cell(by_name, name, m) for m in columns)]
-        for name in by_name
-    ]
-    return markdown_table(["kernel", *(f"M={m}" if m else "time" for m in columns)], rows)
+        name = f"{entry['scheme']} {entry['kernel']}"
+        by_name.setdefault(name, {})[entry["m"]] = entry
+    rows = []
+    for name, by_m in by_name.items():
+        cells = [_cell(by_m.get(m), by_name) for m in columns]
+        rows.append([name.removeprefix("bf16 "), *cells])
+    titles = [f"M={m}" if m else "time" for m in columns]
+    return markdown_table(["kernel", *titles], rows)
 
 
-def _cell(by_name: Mapping[str, Mapping[int, Result]], name: str, m: int) -> str:
-    entry = by_name[name].get(m)
-    if entry is None:
+def _cell(result: Result | None, by_name: Mapping[str, Mapping[int, Result]]) -> str:
+    """Return the time of a baseline, or the ratio of another kernel's times to those of its baseline."""
+    if result is None:
         return ""
-    base = by_name.get(entry["baseline"], {}).get(m)
-    if base is None or base is entry:
-        seconds = entry["seconds"]["median"]
+    times = result["seconds"]
+    base = by_name.get(result["baseline"], {}).get(result["m"])
+    if base is None or base is result:
+        seconds = times["median"]
         return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
-    own = entry["seconds"]
-    others = base["seconds"]
-    median = own["median"] / others["median"]
-    fastest = own["minimum"] / others["minimum"]
+    median = times["median"] / base["seconds"]["median"]
+    fastest = times["minimum"] / base["seconds"]["minimum"]
     return f"{median:.2f} ({fastest:.2f})"

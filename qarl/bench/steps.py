@@ -30,8 +30,14 @@ from qarl.checkpoint.storage import write_json
 
 KEYS = Arguments
 WORKLOAD = (
-    *("prompts", "n", "prompt_length", "response_length", "sequences"),
-    *("mini_batches", "micro_batch_size", "threads"),
+    "prompts",
+    "n",
+    "prompt_length",
+    "response_length",
+    "sequences",
+    "mini_batches",
+    "micro_batch_size",
+    "threads",
 )
 
 
@@ -93,15 +99,17 @@ class Measured:
             "level": case.level,
             "level_applied": launched["level_applied"],
         }
-        about |= {"lora_r": case.lora_r} if case.lora_r else {}
+        if case.lora_r:
+            about["lora_r"] = case.lora_r
         about |= {"kernels": launched["kernels"], "layers": self.arguments.depth}
         about |= {"phases": {}, "peak_bytes": {"step": 0}}
         result = self.results.setdefault(case, about)
         for name in launched["rounds"][0]:
-            samples = result["phases"].setdefault(name, {"samples": []})["samples"]
-            samples.append([phases[name] for phases in launched["rounds"]])
-            result["phases"][name] |= report.summary(samples)
-        result["peak_bytes"]["step"] = max(result["peak_bytes"]["step"], launched["peak_bytes"])
+            phase = result["phases"].setdefault(name, {"samples": []})
+            phase["samples"].append([phases[name] for phases in launched["rounds"]])
+            phase |= report.summary(phase["samples"])
+        peak = result["peak_bytes"]
+        peak["step"] = max(peak["step"], launched["peak_bytes"])
 
     def document(self) -> dict[str, Any]:
         import torch
@@ -109,21 +117,20 @@ class Measured:
         arguments = self.arguments
         source = arguments.source
         device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
+        model: dict[str, Any] = {"name": source.name}
+        model["weights"] = "random" if source.folder is None else "of the folder"
+        model["parameters"] = [self.parameters]
+        model["layers"] = [arguments.depth]
+        model |= {key: value for key, value in source.config.items() if key[0] != "_"}
+        workload = {name: getattr(arguments, name) for name in WORKLOAD}
+        workload["group_size"] = default_group_size(source.size)
+        finished = [case for case in arguments.cases() if case in self.results]
         return report.facts(device) | {
             "kind": arguments.part,
             "arguments": as_json(arguments) | {"model": source.name},
-            "model": {
-                "name": source.name,
-                "weights": "random" if source.folder is None else "of the folder",
-                "parameters": [self.parameters],
-                "layers": [arguments.depth],
-                **{key: value for key, value in source.config.items() if key[0] != "_"},
-            },
-            "workload": {
-                **{name: getattr(arguments, name) for name in WORKLOAD},
-                "group_size": default_group_size(source.size),
-            },
-            "results": [self.results[case] for case in arguments.cases() if case in self.results],
+            "model": model,
+            "workload": workload,
+            "results": [self.results[case] for case in finished],
             "failures": self.failures,
         }
 
@@ -135,6 +142,7 @@ def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
         path = Path(scratch) / "launch"
         path.write_bytes(pickle.dumps((arguments, case, str(folder))))
         command = [sys.executable, "-m", "qarl.bench.measured_process", str(path)]
-        if code := subprocess.run(command, start_new_session=True, check=False).returncode:
+        code = subprocess.run(command, start_new_session=True, check=False).returncode
+        if code:
             return {"error": f"its process ended with exit code {code}"}
         return pickle.loads(path.read_bytes())

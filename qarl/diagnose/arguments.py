@@ -26,7 +26,6 @@ class CalibrateRequest:
 def calibrate_request(words: Sequence[str]) -> tuple[CalibrateRequest, list[str]]:
     """Return the request, and the words that are the config's. Raise UserError if a value is wrong."""
     names = {field.name for field in fields(CalibrateRequest)}
-    own = [word for word in words if word.partition("=")[0] in names]
-    return read_request(CalibrateRequest, own, example=EXAMPLE), [
-        word for word in words if word not in own
-    ]
+    of_request = [word for word in words if word.partition("=")[0] in names]
+    of_config = [word for word in words if word not in of_request]
+    return read_request(CalibrateRequest, of_request, example=EXAMPLE), of_config

@@ -52,19 +52,26 @@ LEVELS = tuple(level for level in Level if not level.follows_engine)
 LEAST = 1e-6
 """A threshold of a rejection is above 0, and a weight's is at least 1."""
 
+Statistic = Callable[[Tensor, Tensor], Tensor]
+"""log r_corr, FP64 [B, R], 0 outside of the mask, and the mask -> values [B], or [tokens]."""
+LogProbs = Sequence[Tensor]
+"""Log-probs of each sampled batch, FP32 [B, R]."""
+Row = dict[str, Any]
+"""The report of one threshold."""
+
 
 @dataclass(frozen=True)
 class Rule:
     """A correction with a threshold. `keys`: the config's keys besides it. `key`: the threshold's. `of`: what is lost.
 
-    `statistic`: log r_corr, FP64 [B, R], 0 outside of the mask, and the mask -> values [B], or [tokens] if `of` is
-    "tokens". `least`: the smallest allowed threshold. `paper`: that of the paper that proposes the correction."""
+    `statistic` gives [tokens] if `of` is "tokens". `least`: the smallest allowed threshold. `paper`: that of the paper
+    that proposes the correction."""
 
     name: str
     keys: Mapping[str, Any]
     key: str
     of: str
-    statistic: Callable[[Tensor, Tensor], Tensor]
+    statistic: Statistic
     least: float
     paper: float | None = None
 
@@ -95,7 +102,7 @@ def _bounded_exp(log_r: Tensor) -> Tensor:
     return log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
 
 
-def _weight(level: str, statistic: Callable[[Tensor, Tensor], Tensor], paper: float | None) -> Rule:
+def _weight(level: str, statistic: Statistic, paper: float | None = None) -> Rule:
     keys = {"rollout_correction.rollout_is": level}
     of = "tokens" if level == "token" else "responses"
     return Rule(
@@ -109,11 +116,7 @@ def _weight(level: str, statistic: Callable[[Tensor, Tensor], Tensor], paper: fl
     )
 
 
-def _rejection(
-    option: str,
-    statistic: Callable[[Tensor, Tensor], Tensor],
-    paper: float | None = None,
-) -> Rule:
+def _rejection(option: str, statistic: Statistic, paper: float | None = None) -> Rule:
     of = "tokens" if option.startswith("token") else "responses"
     keys = {"rollout_correction.rollout_rs": option}
     return Rule(
@@ -127,28 +130,31 @@ def _rejection(
     )
 
 
-RULES = (
-    # arXiv 2605.14220, equations 6, 8 and 11, and its thresholds (appendix A.4).
+# arXiv 2605.14220, equations 6, 8 and 11, and its thresholds (appendix A.4).
+_WEIGHTS = (
     _weight("token", lambda log_r, mask: _bounded_exp(log_r)[mask], 2.0),
-    _weight("sequence", lambda log_r, mask: _bounded_exp(log_r.sum(1)), None),
-    _weight("geometric", lambda log_r, mask: _bounded_exp(_mean(log_r, mask)), None),
+    _weight("sequence", lambda log_r, mask: _bounded_exp(log_r.sum(1))),
+    _weight("geometric", lambda log_r, mask: _bounded_exp(_mean(log_r, mask))),
+)
+_REJECTIONS = (
     _rejection("token_k3", lambda log_r, mask: _k3(log_r)[mask]),
     _rejection("seq_sum_k1", lambda log_r, mask: _k1(log_r).sum(1), 0.001),
     _rejection("seq_sum_k3", lambda log_r, mask: _k3(log_r).sum(1), 0.001),
     _rejection("seq_mean_k1", lambda log_r, mask: _mean(_k1(log_r), mask)),
     _rejection("seq_mean_k3", lambda log_r, mask: _mean(_k3(log_r), mask)),
     _rejection("seq_max_k3", lambda log_r, mask: _k3(log_r).amax(1)),
-    # arXiv 2604.07853, section 3.2: w outside of [1/C, C].
-    Rule(
-        "TBPO's cap C",
-        {},
-        "actor.seq_tis_imp_ratio_cap",
-        "responses",
-        lambda log_r, mask: _bounded_exp(_mean(log_r, mask).abs()),
-        1.0,
-        TBPOConfig().seq_tis_imp_ratio_cap,
-    ),
 )
+_CAP = Rule(
+    "TBPO's cap C",
+    {},
+    "actor.seq_tis_imp_ratio_cap",
+    "responses",
+    # arXiv 2604.07853, section 3.2: w outside of [1/C, C].
+    lambda log_r, mask: _bounded_exp(_mean(log_r, mask).abs()),
+    1.0,
+    TBPOConfig().seq_tis_imp_ratio_cap,
+)
+RULES = (*_WEIGHTS, *_REJECTIONS, _CAP)
 
 
 @dataclass(frozen=True)
@@ -160,8 +166,8 @@ class Sampled:
 
     @property
     def responses(self) -> int:
-        filled = [batch.response_mask.any(1) for batch in self.batches]
-        return sum(int(rows.sum()) for rows in filled)
+        present = (batch.response_mask.any(1) for batch in self.batches)
+        return sum(int(rows.sum()) for rows in present)
 
     @property
     def tokens(self) -> int:
@@ -173,24 +179,23 @@ def numbered_prompts(batches: Sequence[Batch]) -> Sampled:
     numbers: dict[tuple[int, ...], int] = {}
     prompts = []
     for batch in batches:
-        texts = [
-            tuple(row[:length].tolist())
-            for row, length in zip(batch.input_ids, batch.prompt_lengths, strict=True)
-        ]
-        numbers_of_rows = [numbers.setdefault(text, len(numbers)) for text in texts]
-        prompts.append(torch.tensor(numbers_of_rows))
+        of_rows = []
+        for row, length in zip(batch.input_ids, batch.prompt_lengths, strict=True):
+            text = tuple(row[:length].tolist())
+            of_rows.append(numbers.setdefault(text, len(numbers)))
+        prompts.append(torch.tensor(of_rows))
     return Sampled(batches, prompts)
 
 
-def sample_of(rule: Rule, log_probs: Sequence[Tensor], sampled: Sampled) -> Sample:
-    """Return the values of `rule` over all batches. `log_probs`: the trainer's, FP32 [B, R] for each batch."""
+def sample_of(rule: Rule, log_probs: LogProbs, sampled: Sampled) -> Sample:
+    """Return the values of `rule` over all batches. `log_probs`: the trainer's."""
     values = []
     prompts = []
-    for batch, numbers, own in zip(sampled.batches, sampled.prompts, log_probs, strict=True):
+    for batch, numbers, trainers in zip(sampled.batches, sampled.prompts, log_probs, strict=True):
         mask = batch.response_mask.cpu()
         rollout = batch.rollout_log_probs.cpu()
-        log_r = torch.where(mask, own.cpu() - rollout, 0.0).double()
-        log_r = log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+        difference = torch.where(mask, trainers.cpu() - rollout, 0.0)
+        log_r = difference.double().clamp(-SAFETY_BOUND, SAFETY_BOUND)
         measured = rule.statistic(log_r, mask)
         if rule.of == "tokens":
             prompts.append(numbers[:, None].expand_as(mask)[mask])
@@ -204,13 +209,10 @@ def sample_of(rule: Rule, log_probs: Sequence[Tensor], sampled: Sampled) -> Samp
 
 def threshold_row(
     rule: Rule, sample: Sample, reference: Sample, config: Config, share: float
-) -> dict[str, Any]:
+) -> Row:
     """Return the report of one rule: the proposed threshold, or why there is none, and what the paper's loses."""
-    row: dict[str, Any] = {
-        "name": rule.name,
-        "of": rule.of,
-        "refused_with_this_loss": rule.refused_with(config.actor.loss),
-    }
+    row: Row = {"name": rule.name, "of": rule.of}
+    row["refused_with_this_loss"] = rule.refused_with(config.actor.loss)
     proposal = propose(sample, share, origin=1.0 if rule.least == 1.0 else 0.0)
     if isinstance(proposal, str):
         row["none"] = proposal
@@ -223,14 +225,14 @@ def threshold_row(
         row |= proposal.as_dict()
         row["reference_loses"] = share_above(reference, proposal.value).share
     if rule.paper is not None:
-        lost = share_above(sample, rule.paper)
-        row["paper"] = {
-            "value": rule.paper,
-            "loses": lost.share,
-            "low": lost.low,
-            "high": lost.high,
-        }
+        row["paper"] = _cost_of(rule.paper, sample)
     return row
+
+
+def _cost_of(value: float, sample: Sample) -> dict[str, float]:
+    """Return the share that a threshold loses, with its interval."""
+    lost = share_above(sample, value)
+    return {"value": value, "loses": lost.share, "low": lost.low, "high": lost.high}
 
 
 @dataclass(frozen=True)
@@ -243,58 +245,66 @@ class Update:
     prompts: Tensor
 
 
-def band_rows(updates: Sequence[Update], actor: Any, share: float) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Edge:
+    """An edge of TBPO's bands. `sign`: of the advantages. `side`: of the ratio 1. `share`: the share outside."""
+
+    key: str
+    sign: int
+    side: int
+    share: float
+
+
+def _edges(share: float, *, two_sided: bool) -> list[Edge]:
+    """Return the edges of the bands. `two_sided`: whether the positive band has a lower edge."""
+    half = share / 2
+    positive = [Edge("seq_clip_ratio_high", 1, 1, share)]
+    if two_sided:
+        positive = [
+            Edge("seq_clip_ratio_high", 1, 1, half),
+            Edge("seq_clip_ratio_low", 1, -1, half),
+        ]
+    low = Edge("neg_seq_clip_ratio_low", -1, -1, half)
+    high = Edge("neg_seq_clip_ratio_high", -1, 1, half)
+    return [*positive, low, high]
+
+
+def band_rows(updates: Sequence[Update], actor: Any, share: float) -> list[Row]:
     """Return a row for each edge of TBPO's bands: the width that leaves `share` of the responses of its sign outside.
 
     A band with two edges leaves half of the share outside each. With `actor.band_scaling=length`, widths are those at
     `actor.band_reference_length`."""
-    deviation, advantage, length, prompts = (
-        torch.cat([getattr(update, name) for update in updates])
-        for name in ("deviation", "advantage", "length", "prompts")
-    )
+    deviation = torch.cat([update.deviation for update in updates])
+    advantage = torch.cat([update.advantage for update in updates])
+    prompts = torch.cat([update.prompts for update in updates])
     if actor.band_scaling == "length":
+        length = torch.cat([update.length for update in updates])
         deviation = deviation * (length / actor.band_reference_length).sqrt()
-    two_sided = actor.positive_band == "two_sided"
-    edges = [("seq_clip_ratio_high", 1, 1, share / 2 if two_sided else share)]
-    edges += [("seq_clip_ratio_low", 1, -1, share / 2)] if two_sided else []
-    edges += [
-        ("neg_seq_clip_ratio_low", -1, -1, share / 2),
-        ("neg_seq_clip_ratio_high", -1, 1, share / 2),
-    ]
     rows = []
-    for name, sign, side, allowed in edges:
-        chosen = advantage * sign > 0
-        beyond = (side * deviation[chosen]).double()
+    for edge in _edges(share, two_sided=actor.positive_band == "two_sided"):
+        chosen = advantage * edge.sign > 0
+        beyond = (edge.side * deviation[chosen]).double()
         sample = Sample(beyond.numpy(), prompts[chosen].numpy())
-        proposal = propose(sample, allowed)
-        row: dict[str, Any] = {
-            "name": f"TBPO's {name}",
-            "of": f"responses with A {'>' if sign > 0 else '<'} 0",
-        }
+        proposal = propose(sample, edge.share)
+        row: Row = {"name": f"TBPO's {edge.key}"}
+        row["of"] = f"responses with A {'>' if edge.sign > 0 else '<'} 0"
         if isinstance(proposal, str):
             row["none"] = proposal
         elif proposal.value < LEAST:
             row["none"] = "the ratios are on the other side of 1"
         else:
-            row |= {"keys": {f"actor.{name}": proposal.value}, **proposal.as_dict()}
+            row["keys"] = {f"actor.{edge.key}": proposal.value}
+            row |= proposal.as_dict()
         if len(sample.values):
-            configured = getattr(actor, name)
-            lost = share_above(sample, configured)
-            row["configured"] = {
-                "value": configured,
-                "loses": lost.share,
-                "low": lost.low,
-                "high": lost.high,
-            }
+            row["configured"] = _cost_of(getattr(actor, edge.key), sample)
         rows.append(row)
     return rows
 
 
-def measure_updates(trainer: LocalTrainer, sampled: Sampled, old: Sequence[Tensor]) -> list[Update]:
+def measure_updates(trainer: LocalTrainer, sampled: Sampled, old: LogProbs) -> list[Update]:
     """Take a first training step on each batch, from the sampled weights, and return the ratios after each update."""
-    trained = [
-        parameter for parameter in trainer.policy.model.parameters() if parameter.requires_grad
-    ]
+    parameters = trainer.policy.model.parameters()
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     start = [parameter.detach().clone() for parameter in trained]
     size = trainer.config.actor.ppo_mini_batch_size * trainer.config.rollout.n
     updates = []
@@ -304,11 +314,9 @@ def measure_updates(trainer: LocalTrainer, sampled: Sampled, old: Sequence[Tenso
                 parameter.copy_(value)
         requantize(trainer.policy.model)
         trainer.replace_policy(trainer.policy)
-        parts = [
-            part
-            for _ in range(trainer.config.actor.ppo_epochs)
-            for part in batch.micro_batches(size)
-        ]
+        parts: list[slice] = []
+        for _ in range(trainer.config.actor.ppo_epochs):
+            parts += batch.micro_batches(size)
         for number, part in enumerate(parts):
             _, new = trainer.backward(batch, before, part)
             if number:
@@ -322,13 +330,15 @@ def _ratios(batch: Batch, rows: slice, new: Tensor, old: Tensor, prompts: Tensor
     mask = batch.response_mask[rows]
     filled = mask.any(1).cpu()
     log_r = _mean(torch.where(mask, new - old[rows], 0.0), mask)
-    columns = (
-        log_r.double().expm1().cpu(),
-        batch.advantages[rows].cpu(),
-        mask.sum(1).cpu(),
-        prompts[rows],
+    deviation = log_r.double().expm1().cpu()
+    advantages = batch.advantages[rows].cpu()
+    lengths = mask.sum(1).cpu()
+    return Update(
+        deviation=deviation[filled],
+        advantage=advantages[filled],
+        length=lengths[filled],
+        prompts=prompts[rows][filled],
     )
-    return Update(*(column[filled] for column in columns))
 
 
 def calibrate(config: Config, request: CalibrateRequest) -> dict[str, Any]:
@@ -337,9 +347,9 @@ def calibrate(config: Config, request: CalibrateRequest) -> dict[str, Any]:
     parts = prepare_run(config)
     trainer = LocalTrainer(config, parts)
     with trainer.engine:
-        sampled = numbered_prompts(
-            [_sample(trainer, number, request.batches) for number in range(request.batches)]
-        )
+        numbers = range(request.batches)
+        batches = [_sample(trainer, number, request.batches) for number in numbers]
+    sampled = numbered_prompts(batches)
     levels = dict.fromkeys((config.quant.align, *LEVELS))
     others = [level for level in levels if level != REFERENCE]
     log_probs = {level: _log_probs(trainer, level, sampled) for level in (*others, REFERENCE)}
@@ -349,14 +359,14 @@ def calibrate(config: Config, request: CalibrateRequest) -> dict[str, Any]:
         "loss": config.actor.loss,
         "level": config.quant.align,
         "batches": request.batches,
-        "prompts": len({int(number) for numbers in sampled.prompts for number in numbers}),
+        "prompts": len(torch.cat([*sampled.prompts]).unique()),
         "responses": sampled.responses,
         "tokens": sampled.tokens,
         "share": request.share,
     }
     report["levels"] = {
-        level: _level(own, log_probs[REFERENCE], sampled, config, request.share)
-        for level, own in log_probs.items()
+        level: _level(trainers, log_probs[REFERENCE], sampled, config, request.share)
+        for level, trainers in log_probs.items()
     }
     report["bands"] = _bands(trainer, sampled, log_probs[REFERENCE], request.share)
     print(as_text(report))
@@ -382,43 +392,39 @@ def _log_probs(trainer: LocalTrainer, level: Level, sampled: Sampled) -> list[Te
 
 
 def _level(
-    own: Sequence[Tensor],
-    reference: Sequence[Tensor],
+    trainers: LogProbs,
+    reference: LogProbs,
     sampled: Sampled,
     config: Config,
     share: float,
 ) -> dict[str, Any]:
-    """Return the report of one level."""
-    whole = [
-        torch.cat(
-            [
-                part[batch.response_mask].cpu()
-                for part, batch in zip(parts, sampled.batches, strict=True)
-            ]
-        )
-        for parts in (own, [batch.rollout_log_probs for batch in sampled.batches])
-    ]
-    all_tokens = torch.ones(1, len(whole[0]))
-    mismatch = mismatch_metrics(whole[0][None], whole[1][None], all_tokens)
+    """Return the report of one level. `trainers`, `reference`: log-probs at this level, and at the reference."""
+    old = _of_tokens(trainers, sampled)
+    rollout = _of_tokens([batch.rollout_log_probs for batch in sampled.batches], sampled)
+    metrics = mismatch_metrics(old[None], rollout[None], torch.ones(1, len(old)))
     names = ("abs_mean", "abs_max", "k1", "k3")
-    rows = [
-        threshold_row(
-            rule, sample_of(rule, own, sampled), sample_of(rule, reference, sampled), config, share
-        )
-        for rule in RULES
-    ]
-    return {"mismatch": {name: mismatch[f"mismatch/{name}"] for name in names}, "thresholds": rows}
+    mismatch = {name: metrics[f"mismatch/{name}"] for name in names}
+    rows = []
+    for rule in RULES:
+        sample = sample_of(rule, trainers, sampled)
+        without_mismatch = sample_of(rule, reference, sampled)
+        rows.append(threshold_row(rule, sample, without_mismatch, config, share))
+    return {"mismatch": mismatch, "thresholds": rows}
 
 
-def _bands(
-    trainer: LocalTrainer, sampled: Sampled, old: Sequence[Tensor], share: float
-) -> list[dict[str, Any]] | str:
+def _of_tokens(log_probs: LogProbs, sampled: Sampled) -> Tensor:
+    """Return the log-probs of the tokens of all batches, FP32 [tokens]."""
+    parts = zip(log_probs, sampled.batches, strict=True)
+    return torch.cat([part[batch.response_mask].cpu() for part, batch in parts])
+
+
+def _bands(trainer: LocalTrainer, sampled: Sampled, old: LogProbs, share: float) -> list[Row] | str:
     """Return the rows of the bands, or a sentence that says why there are none. The trainer is at the reference."""
     actor = trainer.config.actor
-    config = trainer.config
     if actor.loss != "tbpo":
         return "not measured: actor.loss is not tbpo"
-    if actor.ppo_mini_batch_size >= config.data.train_batch_size and actor.ppo_epochs == 1:
+    one_mini_batch = actor.ppo_mini_batch_size >= trainer.config.data.train_batch_size
+    if one_mini_batch and actor.ppo_epochs == 1:
         return "not measured: each step has one update, before which every ratio is 1"
     say("updates at the reference")
     return band_rows(measure_updates(trainer, sampled, old), actor, share)

@@ -35,7 +35,8 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 
 def _table(head: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = [head, "|---" * (head.count("|") - 1) + "|"]
+    columns = head.count("|") - 1
+    lines = [head, "|---" * columns + "|"]
     for row in rows:
         name = row["name"]
         if row.get("refused_with_this_loss"):
@@ -60,4 +61,5 @@ def _other(known: Mapping[str, float] | None) -> str:
     """Return what another threshold loses, with its interval."""
     if known is None:
         return ""
-    return f"{known['value']:g}: {known['loses']:.1%} ({known['low']:.1%} to {known['high']:.1%})"
+    interval = f"{known['low']:.1%} to {known['high']:.1%}"
+    return f"{known['value']:g}: {known['loses']:.1%} ({interval})"

@@ -86,13 +86,12 @@ def compare(name: str, policy: Policy, batch: Batch, config: Config) -> Comparis
 def split(trainer: LocalTrainer, batch: Batch) -> list[Comparison]:
     """Compare the rollout with the configured trainer, and with one trainer for each cause."""
     config = trainer.config
-    plain = Policy.load(
-        with_keys(config, {"quant.scheme": UNQUANTIZED.name, "quant.align": max(Level)})
-    )
+    bf16 = {"quant.scheme": UNQUANTIZED.name, "quant.align": max(Level)}
+    unquantized = Policy.load(with_keys(config, bf16))
     linears = Policy.load(with_keys(config, {"quant.align": Level.LINEARS}))
     comparisons = [compare("as configured", trainer.policy, batch, config)]
     if trainer.policy.scheme.quantized:
-        comparisons.append(compare("quantization", plain, batch, config))
+        comparisons.append(compare("quantization", unquantized, batch, config))
     comparisons.append(compare("kernel floor", linears, batch, config))
     trainer.replace_policy(Policy.load(with_keys(config, {"quant.align": max(Level)})))
     comparisons.append(compare("none", trainer.policy, batch, config))
@@ -139,11 +138,11 @@ def diagnose(config: Config) -> dict[str, Any]:
         batch, _ = trainer.rollout(top_tokens=True)
         comparisons = split(trainer, batch)
     configured = comparisons[0]
-    delta = (
-        (configured.log_probs - batch.rollout_log_probs).abs().masked_fill(~batch.response_mask, 0)
-    )
-    worst = int((delta.sum(1) / batch.response_mask.sum(1).clamp(min=1)).argmax())
-    tokens = int(batch.response_mask.sum())
+    mask = batch.response_mask
+    magnitude = (configured.log_probs - batch.rollout_log_probs).abs().masked_fill(~mask, 0)
+    means = magnitude.sum(1) / mask.sum(1).clamp(min=1)
+    worst = int(means.argmax())
+    tokens = int(mask.sum())
     print(
         f"\n{config.quant.scheme}, quant.align={config.quant.align}: {len(batch)} responses, {tokens} tokens\n"
     )
@@ -152,13 +151,10 @@ def diagnose(config: Config) -> dict[str, Any]:
     )
     print(response_table(configured, batch, worst, parts.tokenizer))
     print(f"\n{summary_table(comparisons)}")
-    report = {
-        "responses": len(batch),
-        "tokens": tokens,
-        "comparisons": [
-            {"differs": row.name, "level": row.level, **row.metrics} for row in comparisons
-        ],
-    }
+    report: dict[str, Any] = {"responses": len(batch), "tokens": tokens}
+    report["comparisons"] = [
+        {"differs": row.name, "level": row.level, **row.metrics} for row in comparisons
+    ]
     write_json(config.run_dir / "diagnose.json", report)
     if not (config.run_dir / "versions.json").exists():  # no run has written them
         write_versions(config.run_dir)

@@ -99,17 +99,16 @@ def share_above(sample: Sample, value: float) -> Share:
     counts = _by_prompt(sample.prompts, np.ones(len(above)))
     prompts = len(counts)
     total = float(counts.sum())
-    residuals = hits - share * counts
-    squares = float((residuals**2).sum() / total**2)
-    variance = squares * prompts / max(prompts - 1, 1)
-    trials = share * (1 - share) / variance if variance else float(prompts)
+    squares = ((hits - share * counts) ** 2).sum()
+    variance = float(squares / total**2) * prompts / max(prompts - 1, 1)
+    of_one = share * (1 - share)
+    trials = of_one / variance if variance else float(prompts)
     scale = 1 + Z**2 / trials
     centre = (share + Z**2 / (2 * trials)) / scale
-    spread = share * (1 - share) / trials + Z**2 / (4 * trials**2)
-    half = Z / scale * math.sqrt(spread)
-    low = max(0.0, min(share, centre - half))
-    high = min(1.0, max(share, centre + half))
-    return Share(share, low, high)
+    half = Z / scale * math.sqrt(of_one / trials + Z**2 / (4 * trials**2))
+    low = min(share, centre - half)
+    high = max(share, centre + half)
+    return Share(share, low=max(0.0, low), high=min(1.0, high))
 
 
 def propose(sample: Sample, share: float, *, origin: float = 0.0, seed: int = 0) -> Proposal | str:
@@ -129,16 +128,23 @@ def propose(sample: Sample, share: float, *, origin: float = 0.0, seed: int = 0)
             f"batches until {math.ceil(FEWEST / share)} are sampled, or raise share"
         )
     low, high = _interval(sample, share, seed)
-    halves = [_on_others(sample, half, share, origin) for half in (0, 1)]
-    on_others = float(np.mean(halves))
-    lost = float(above.mean())
-    return Proposal(value, low, high, lost, on_others, int(above.sum()), prompts_above)
+    on_others = [_on_others(sample, half, share, origin) for half in (0, 1)]
+    return Proposal(
+        value=value,
+        low=low,
+        high=high,
+        loses=float(above.mean()),
+        on_other_prompts=float(np.mean(on_others)),
+        above=int(above.sum()),
+        prompts_above=prompts_above,
+    )
 
 
 def _on_others(sample: Sample, remainder: int, share: float, origin: float) -> float:
     """Return what the threshold of every second prompt loses of the other prompts' samples."""
     value = threshold(sample.of_prompts(remainder).values, share, origin=origin)
-    return float((sample.of_prompts(1 - remainder).values > value).mean())
+    others = sample.of_prompts(1 - remainder)
+    return float((others.values > value).mean())
 
 
 def _by_prompt(prompts: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -153,14 +159,14 @@ def _interval(sample: Sample, share: float, seed: int) -> tuple[float, float]:
     values = sample.values[order]
     names, prompts = np.unique(sample.prompts[order], return_inverse=True)
     random = np.random.default_rng(seed)
-    drawn = []
+    count = len(names)
+    thresholds = []
     for _ in range(DRAWS):
-        resampled = random.integers(len(names), size=len(names))
-        times_of_prompts = np.bincount(resampled, minlength=len(names))
-        times = times_of_prompts[prompts]
+        drawn = random.integers(count, size=count)
+        times = np.bincount(drawn, minlength=count)[prompts]
         down_to = times.cumsum()
         # The largest value that, counted too, makes more than the share: what is above it is within the share.
-        place = np.searchsorted(down_to, share * down_to[-1] + 1e-9, side="right")
-        drawn.append(float(values[place]))
-    low, high = np.quantile(drawn, (0.025, 0.975))
+        index = np.searchsorted(down_to, share * down_to[-1] + 1e-9, side="right")
+        thresholds.append(float(values[index]))
+    low, high = np.quantile(thresholds, (0.025, 0.975))
     return float(low), float(high)

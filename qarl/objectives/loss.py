@@ -182,26 +182,28 @@ def verl_objective(inputs: LossInputs, settings: Settings) -> Loss:
     correction = settings.correction
     weight = inputs.weight
     if weight is None:
-        weight = correction_weights(
-            inputs.old_log_prob, inputs.rollout_log_prob, inputs.mask, correction
-        )
+        log_probs = (inputs.old_log_prob, inputs.rollout_log_prob)
+        weight = correction_weights(*log_probs, inputs.mask, correction)
     new = torch.where(accepted, inputs.log_prob, 0.0).float()
     old = torch.where(accepted, inputs.old_log_prob.detach(), 0.0).float()
     rollout = torch.where(accepted, inputs.rollout_log_prob.detach(), 0.0).float()
     advantages = inputs.token_advantages
     against = rollout if correction.bypass_mode else old
     name_of_old = "old_log_prob" if objective.has_ratio else "rollout_log_prob"
+    tensors = {
+        "log_prob": new,
+        name_of_old: against,
+        "advantages": advantages.clamp(min=0.0) if objective.positive_only else advantages,
+        "response_mask": accepted,
+        "rollout_is_weights": weight,
+    }
     assert objective.verl_function is not None
     loss, verl_metrics = verl_functions.policy_loss(
         objective.verl_function,
         settings,
         responses=inputs.responses,
         tokens=inputs.tokens,
-        log_prob=new,
-        advantages=advantages.clamp(min=0.0) if objective.positive_only else advantages,
-        response_mask=accepted,
-        rollout_is_weights=weight,
-        **{name_of_old: against},
+        **tensors,
     )
     first = accepted.int().argmax(dim=-1, keepdim=True)
     advantage = advantages.gather(1, first).squeeze(1)
@@ -232,18 +234,16 @@ def correction_weights(
     the weights are divided by their mean over these rows."""
     if correction.rollout_is is None:
         return None
-    log_ratio = torch.where(
-        mask, old_log_prob.detach().float() - rollout_log_prob.detach().float(), 0.0
-    )
+    log_ratio = _log_ratio(old_log_prob, rollout_log_prob, mask)
     if not mask.any():  # verl's function needs a token
         return torch.zeros_like(log_ratio)
     if verl_functions.has_weight(correction):
         return verl_functions.correction_weights(log_ratio, mask, correction)
-    weight = _bounded(_ratio(log_ratio, mask, correction.rollout_is), correction) * mask
+    ratio = _ratio(log_ratio, mask, correction.rollout_is)
+    weight = _bounded(ratio, correction) * mask
     if correction.rollout_is_batch_normalize:
-        weight = weight / _mean(weight, mask, per_token=correction.rollout_is == "token").clamp(
-            min=1e-8
-        )
+        mean = _mean(weight, mask, per_token=correction.rollout_is == "token")
+        weight = weight / mean.clamp(min=1e-8)
     return weight
 
 
@@ -260,14 +260,19 @@ def accepted_tokens(
     accepted = mask
     if correction.rollout_rs:
         policy = log_prob if correction.rollout_rs_ratio == "ppo" else old_log_prob
-        log_ratio = torch.where(
-            mask, policy.detach().float() - rollout_log_prob.detach().float(), 0.0
-        )
+        log_ratio = _log_ratio(policy, rollout_log_prob, mask)
         accepted = verl_functions.rejection_mask(log_ratio, mask, correction)
     if correction.veto_threshold is not None:
-        vetoed = mask & (old_log_prob.detach().float() < math.log(correction.veto_threshold))
-        accepted = accepted & ~vetoed.any(dim=-1, keepdim=True)
+        improbable = old_log_prob.detach().float() < math.log(correction.veto_threshold)
+        vetoed = (mask & improbable).any(dim=-1, keepdim=True)
+        accepted = accepted & ~vetoed
     return accepted
+
+
+def _log_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """Return log r_corr of each token, FP32 [B, T], 0 outside of the mask."""
+    difference = log_prob.detach().float() - rollout_log_prob.detach().float()
+    return torch.where(mask, difference, 0.0)
 
 
 def _ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
@@ -297,4 +302,5 @@ def _mean(weight: Tensor, mask: Tensor, *, per_token: bool) -> Tensor:
     """Return the mean weight, a scalar. The mean is over tokens if `per_token`, otherwise over responses."""
     if per_token:
         return weight.sum() / mask.sum()
-    return weight.amax(dim=-1).sum() / mask.any(dim=-1).sum()
+    of_responses = weight.amax(dim=-1)
+    return of_responses.sum() / mask.any(dim=-1).sum()

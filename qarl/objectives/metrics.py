@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qarl import tbpo
 from qarl.tbpo.loss import ratio_deviation, sequence_log_ratio
@@ -43,39 +44,35 @@ _MEANS = {
 }
 
 
-def correction_statistics(
-    mask: torch.Tensor, keep: torch.Tensor, weight: torch.Tensor | None
-) -> dict[str, float]:
+def correction_statistics(mask: Tensor, keep: Tensor, weight: Tensor | None) -> dict[str, float]:
     """Return the statistics of a correction: counts of what it rejected, and its weights on the kept tokens.
 
     `mask`, `keep`: the tokens before and after the rejection, bool [B, T]. `weight`: [B, T], or None."""
     nonempty = mask.any(dim=-1)
-    values = {
-        "sum/all_responses": nonempty.sum(),
-        "sum/all_tokens": mask.sum(),
-        "sum/rejected_responses": (nonempty & ~keep.any(dim=-1)).sum(),
-        "sum/rejected_tokens": (mask & ~keep).sum(),
-    }
+    rejected_responses = nonempty & ~keep.any(dim=-1)
+    rejected_tokens = mask & ~keep
+    values = {"sum/all_responses": nonempty.sum(), "sum/all_tokens": mask.sum()}
+    values["sum/rejected_responses"] = rejected_responses.sum()
+    values["sum/rejected_tokens"] = rejected_tokens.sum()
     if weight is not None:
         on_kept = weight.detach().double().masked_fill(~keep, 0.0)
-        values |= {
-            "sum/weight": on_kept.sum(),
-            "sum/weight_squared": on_kept.square().sum(),
-            "sum/weight_zero": (keep & (weight == 0)).sum(),
-            "sum/weighted_tokens": keep.sum(),
-            "min/weight": on_kept.masked_fill(~keep, math.inf).amin(),
-            "max/weight": on_kept.amax(),
-        }
+        zero = keep & (weight == 0)
+        values["sum/weight"] = on_kept.sum()
+        values["sum/weight_squared"] = on_kept.square().sum()
+        values["sum/weight_zero"] = zero.sum()
+        values["sum/weighted_tokens"] = keep.sum()
+        values["min/weight"] = on_kept.masked_fill(~keep, math.inf).amin()
+        values["max/weight"] = on_kept.amax()
     return as_numbers(values)
 
 
 def loss_statistics(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    against: torch.Tensor,
-    rollout_log_prob: torch.Tensor,
-    advantage: torch.Tensor,
-    keep: torch.Tensor,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    against: Tensor,
+    rollout_log_prob: Tensor,
+    advantage: Tensor,
+    keep: Tensor,
     verl_metrics: dict[str, float],
     *,
     uses_ratio: bool = True,
@@ -98,14 +95,11 @@ def loss_statistics(
             values["max/ratio"] = largest_update(deviation, lengths)
         update = ratio_deviation(sequence_log_ratio(log_prob, old_log_prob, keep))
         values["max/update"] = largest_update(update, lengths)
-        values |= {
-            f"sum/{name}": verl_metrics[key] * tokens
-            for key, name in _VERL.items()
-            if key in verl_metrics
-        }
-        return as_numbers(
-            values, token_statistics(log_prob, old_log_prob, rollout_log_prob, advantage, keep)
-        )
+        for key, name in _VERL.items():
+            if key in verl_metrics:
+                values[f"sum/{name}"] = verl_metrics[key] * tokens
+        of_tokens = token_statistics(log_prob, old_log_prob, rollout_log_prob, advantage, keep)
+        return as_numbers(values, of_tokens)
 
 
 def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:

@@ -62,10 +62,8 @@ def actor_config(settings: Settings) -> Any:
     """Return verl's `ActorConfig` with these settings. `global_batch_info` is set for each call of a loss."""
     reads_bound = "clip_ratio_c" in settings.objective.keys
     dual_clip = settings.clip_ratio_c if reads_bound else NO_DUAL_CLIP
-    keys = {name: getattr(settings, name) for name in (*SAME_IN_VERL, "loss_agg_mode")} | {
-        "clip_ratio_c": dual_clip
-    }
-    return _actor_config(**keys)
+    keys = {name: getattr(settings, name) for name in (*SAME_IN_VERL, "loss_agg_mode")}
+    return _actor_config(**keys | {"clip_ratio_c": dual_clip})
 
 
 @functools.lru_cache(maxsize=8)
@@ -89,9 +87,8 @@ def policy_loss(
 
     `responses`, `tokens`: their number in the whole mini-batch. `tensors`: the arguments of verl's losses, [B, T]."""
     core = core_algos()
-    function = (
-        core.compute_policy_loss_reinforce if name == "reinforce" else core.get_policy_loss_fn(name)
-    )
+    reinforce = core.compute_policy_loss_reinforce
+    function = reinforce if name == "reinforce" else core.get_policy_loss_fn(name)
     config = actor_config(settings)
     config.global_batch_info.update(_whole(settings, responses, tokens))
     loss, metrics = function(**tensors, loss_agg_mode=settings.loss_agg_mode, config=config)
@@ -115,8 +112,9 @@ def kl_term(
     core = core_algos()
     new = torch.where(mask, log_prob, 0.0).float()
     old = torch.where(mask, reference.detach(), 0.0).float()
+    of_tokens = core.kl_penalty(logprob=new, ref_logprob=old, kl_penalty="low_var_kl+")
     loss: Tensor = core.agg_loss(
-        loss_mat=core.kl_penalty(logprob=new, ref_logprob=old, kl_penalty="low_var_kl+"),
+        loss_mat=of_tokens,
         loss_mask=mask.float(),
         loss_agg_mode=settings.loss_agg_mode,
         **_whole(settings, responses, tokens),
@@ -146,16 +144,17 @@ def outcome_advantages(
     core = core_algos()
     from verl.trainer.config import AlgoConfig
 
-    width = max(int(lengths.max()), 1)
-    columns = torch.arange(width, device=lengths.device)
-    mask = (columns < lengths[:, None]).float()
+    longest = max(int(lengths.max()), 1)
+    positions = torch.arange(longest, device=lengths.device)
+    mask = (positions < lengths[:, None]).float()
     scores = torch.zeros_like(mask)
     rows = (lengths > 0).nonzero().flatten()
     scores[rows, lengths[rows] - 1] = rewards.float()[rows]
     function = core.get_adv_estimator_fn(name)
     index = np.array([str(group_id) for group_id in group_ids])
+    config = AlgoConfig(gamma=1.0)
     advantages, _ = function(
-        token_level_rewards=scores, response_mask=mask, index=index, config=AlgoConfig(gamma=1.0)
+        token_level_rewards=scores, response_mask=mask, index=index, config=config
     )
     per_response: Tensor = advantages[:, 0]
     return per_response
@@ -173,26 +172,30 @@ def weight_bounds(correction: RolloutCorrectionConfig) -> str | float:
     upper = correction.rollout_is_threshold
     if correction.rollout_is_mode == "truncate":
         return upper
-    return f"{correction.lower if correction.rollout_is_mode == 'icepop' else _NEVER!r}_{upper!r}"
+    lower = correction.lower if correction.rollout_is_mode == "icepop" else _NEVER
+    return f"{lower!r}_{upper!r}"
 
 
 def rejection_bounds(correction: RolloutCorrectionConfig) -> str:
     """Return verl's `rollout_rs_threshold`. Bounds of K2 and K3 are in nats, those of K1 are exp(K1): LOWER_UPPER."""
     options = correction.rollout_rs
     uppers = correction.rollout_rs_threshold
+    if len(uppers) == 1:
+        uppers = uppers * len(options)
     lower = correction.rollout_rs_threshold_lower
+    if lower is None:
+        lower = -_LARGEST
     bounds = []
-    for option, upper in zip(
-        options, uppers * len(options) if len(uppers) == 1 else uppers, strict=True
-    ):
-        pair = (-_LARGEST if lower is None else lower, upper)
+    for option, upper in zip(options, uppers, strict=True):
+        bound = repr(upper)
         if option.endswith("k1"):
-            clipped = (min(max(nats, -_LARGEST), _LARGEST) for nats in pair)
-            ratios = map(math.exp, clipped)
-            bounds.append("_".join(map(repr, ratios)))
-        else:
-            bounds.append(repr(upper))
+            bound = f"{_bounded_exp(lower)!r}_{_bounded_exp(upper)!r}"
+        bounds.append(bound)
     return ",".join(bounds)
+
+
+def _bounded_exp(nats: float) -> float:
+    return math.exp(min(max(nats, -_LARGEST), _LARGEST))
 
 
 def correction_weights(

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import yaml
 from safetensors import SafetensorError
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from qarl.checkpoint.model_files import model_of, read_tensors
@@ -41,7 +42,7 @@ from qarl.quant.convert import tied_names
 from qarl.quant.experts import unstacked
 from qarl.rollout.publish.checksum import checksums
 
-Stream = Iterator[tuple[str, torch.Tensor]]
+Stream = Iterator[tuple[str, Tensor]]
 CONFIG_FOLDER = "huggingface"
 BASE_FILE = "qarl_base.json"
 """In `actor/`, if adapters were trained: the digests of the tensors of their base."""
@@ -73,41 +74,40 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
         raise UserError(what, where=f"run={run}", fix="give the folder of a run, such as runs/NAME")
     checkpoints = run / "checkpoints"
     folders = dict(list_checkpoints(checkpoints))
-    torn = dict[int, str]()
+    torn: dict[int, str] = {}
     if not folders:
         folders, torn = whole_and_torn(checkpoints)
-    wanted = step if step is not None else max(folders or torn, default=0)
-    if wanted in torn:
+    chosen = step if step is not None else max(folders or torn, default=0)
+    if chosen in torn:
         raise UserError(
-            f"the checkpoint of step {wanted} is incomplete",
-            where=str(checkpoints / f"global_step_{wanted}"),
-            why=torn[wanted],
+            f"the checkpoint of step {chosen} is incomplete",
+            where=str(checkpoints / f"global_step_{chosen}"),
+            why=torn[chosen],
             fix="run qarl export on a machine that has the files of all ranks, or choose a different step",
         )
-    if step is None and max(torn, default=0) > wanted:
+    if step is None and max(torn, default=0) > chosen:
         newest = max(torn)
         note(
-            f"the checkpoint of step {newest} is incomplete: {torn[newest]}; step {wanted} is used instead"
+            f"the checkpoint of step {newest} is incomplete: {torn[newest]}; step {chosen} is used instead"
         )
-    if wanted not in folders:
-        steps = ", ".join(f"step={step}" for step in sorted(folders))
-        what = (
-            f"the run {run} has no checkpoint of step {wanted}"
-            if steps
-            else f"the run {run} has no checkpoints"
-        )
-        other = (
+    if chosen in folders:
+        return folders[chosen]
+    if not folders:
+        fix = (
             "train with trainer.save_freq=N, or use the final model in the export folder of the run"
         )
-        raise UserError(what, fix=f"choose from {steps}" if steps else other)
-    return folders[wanted]
+        raise UserError(f"the run {run} has no checkpoints", fix=fix)
+    steps = ", ".join(f"step={step}" for step in sorted(folders))
+    what = f"the run {run} has no checkpoint of step {chosen}"
+    raise UserError(what, fix=f"choose from {steps}")
 
 
 def model_of_run(folder: Path) -> str | None:
     """Return `model.path` of the run whose checkpoint is in `folder`, or None if no config says it. The files are not
     compared with digests."""
     try:
-        if (state := folder / STATE_FILE).is_file():
+        state = folder / STATE_FILE
+        if state.is_file():
             config = json.loads(state.read_text(encoding="utf-8"))["config"]
         else:
             file = folder.absolute().parents[1] / "config.yaml"
@@ -143,9 +143,7 @@ def reading(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def read_all(
-    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def read_all(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield `tensors`. Raise UserError if one cannot be read."""
     with reading(folder):
         yield from tensors
@@ -178,13 +176,17 @@ def _masters(checkpoint: Checkpoint) -> Stream:
             why=f"the run has optim.master_dtype={checkpoint.config['optim']['master_dtype']}",
             fix="use format=bf16, because the BF16 weights are the masters",
         )
-    return (
-        (name, _fp32(masters.get(name, tensor))) for name, tensor in read_tensors(checkpoint.folder)
-    )
+
+    def stream() -> Stream:
+        for name, tensor in read_tensors(checkpoint.folder):
+            yield name, _cast(masters.get(name, tensor), torch.float32)
+
+    return stream()
 
 
-def _fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a floating-point tensor in `dtype`, and any other unchanged."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _verl(folder: Path, trust_remote_code: bool) -> Source:
@@ -197,10 +199,7 @@ def _verl(folder: Path, trust_remote_code: bool) -> Source:
     def stream(dtype: torch.dtype) -> Stream:
         names = [name for name in ranks[0].tensors if name not in tied]
         whole = ((name, whole_tensor(ranks, name)) for name in names)
-        return unstacked(
-            (name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
-            for name, tensor in whole
-        )
+        return unstacked((name, _cast(tensor, dtype)) for name, tensor in whole)
 
     return Source(step_of(folder), config, model_folder, stream)
 
@@ -220,25 +219,39 @@ def what_is_missing(folder: Path) -> str | None:
         return "there is no such folder, or its name is not global_step_N"
     if not zipfile.is_zipfile(folder / "data.pt"):
         return "data.pt, the position in the data, is missing or cut short"
-    shards = {
-        file: match for file in folder.glob("actor/*.pt") if (match := _SHARD.fullmatch(file.name))
-    }
-    ranks = {int(match[2]) for match in shards.values()}
-    ranks_of_run = [int(match[1]) for match in shards.values()]
-    if not shards or len(ranks) != max(ranks_of_run):
+    shards = _shards(folder / "actor")
+    ranks = {shard.rank for shard in shards}
+    if not shards or len(ranks) != max(shard.world_size for shard in shards):
         return "actor/ lacks the weights of at least one rank"
-    torn = [file.name for file in shards if not zipfile.is_zipfile(file)]
+    torn = [shard.file.name for shard in shards if not zipfile.is_zipfile(shard.file)]
     if not torn and _has_adapters(folder) and not (folder / "actor" / BASE_FILE).is_file():
         return f"actor/{BASE_FILE}, the digests of the adapter's base, is missing"
     return f"actor/{torn[0]} is cut short" if torn else None
 
 
+@dataclass(frozen=True)
+class _Shard:
+    """A file of verl with the tensors of one rank of `world_size`."""
+
+    file: Path
+    world_size: int
+    rank: int
+
+
+def _shards(folder: Path) -> list[_Shard]:
+    shards = []
+    for file in folder.glob("*.pt"):
+        match = _SHARD.fullmatch(file.name)
+        if match:
+            shards.append(_Shard(file, world_size=int(match[1]), rank=int(match[2])))
+    return shards
+
+
 def _has_adapters(folder: Path) -> bool:
     """Return whether the run of the checkpoint in `folder` trains adapters. Without the run's config, return False."""
     try:
-        config = yaml.safe_load(
-            (folder.absolute().parents[1] / "config.yaml").read_text(encoding="utf-8")
-        )
+        file = folder.absolute().parents[1] / "config.yaml"
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
         return bool(config["lora"]["r"])
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
         return False
@@ -246,13 +259,18 @@ def _has_adapters(folder: Path) -> bool:
 
 def whole_and_torn(checkpoints: Path) -> tuple[dict[int, Path], dict[int, str]]:
     """Return two dicts by step: the folders of complete checkpoints, and what is missing in incomplete ones."""
-    folders = {
-        step: folder for folder in checkpoints.glob("global_step_*") if (step := step_of(folder))
-    }
-    torn = {
-        step: problem for step, folder in folders.items() if (problem := what_is_missing(folder))
-    }
-    return {step: folder for step, folder in folders.items() if step not in torn}, torn
+    folders = {}
+    torn = {}
+    for folder in checkpoints.glob("global_step_*"):
+        step = step_of(folder)
+        if not step:
+            continue
+        problem = what_is_missing(folder)
+        if problem:
+            torn[step] = problem
+        else:
+            folders[step] = folder
+    return folders, torn
 
 
 def load_part(file: Path) -> dict[str, Any]:
@@ -272,9 +290,10 @@ def load_part(file: Path) -> dict[str, Any]:
 
 def _numpy_arrays() -> list[Any]:
     """Return the array classes in a pickle of NumPy's random state, under their names in NumPy 1 and 2."""
-    make = np.ndarray((0,)).__reduce__()[0]
-    names = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")]
-    return [*((make, name) for name in names), np.ndarray, np.dtype, np.dtypes.UInt32DType]
+    reconstruct = np.ndarray((0,)).__reduce__()[0]
+    in_numpy_1 = (reconstruct, "numpy.core.multiarray._reconstruct")
+    in_numpy_2 = (reconstruct, "numpy._core.multiarray._reconstruct")
+    return [in_numpy_1, in_numpy_2, np.ndarray, np.dtype, np.dtypes.UInt32DType]
 
 
 def refuse_code(files: Iterable[Path]) -> None:
@@ -296,7 +315,7 @@ class Rank:
     """One rank's tensors and their checksums. There are no checksums if QaRL's engine did not write them."""
 
     file: Path
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     record: Mapping[str, str]
 
     @classmethod
@@ -307,14 +326,11 @@ class Rank:
             return cls(file, load_part(file), {})
         return cls(file, load_part(file), json.loads(record.read_text(encoding="utf-8")))
 
-    def part(self, name: str) -> torch.Tensor:
+    def part(self, name: str) -> Tensor:
         """Return this rank's part of a tensor. Raise UserError if it differs from its checksum."""
         tensor = self.tensors[name]
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        saved = self.record.get(f"model.{name}")
-        if self.record and (
-            saved is None or saved != f"{checksums([local])[0] & (2**64 - 1):016x}"
-        ):
+        if self.record and self.record.get(f"model.{name}") != _as_recorded(local):
             raise UserError(
                 f"{name} differs from what was saved",
                 where=str(self.file),
@@ -324,32 +340,37 @@ class Rank:
         return local
 
 
+def _as_recorded(tensor: Tensor) -> str:
+    """Return the checksum of a tensor as QaRL's engine records it: 64 bits in hexadecimal digits."""
+    (checksum,) = checksums([tensor])
+    return f"{checksum & (2**64 - 1):016x}"
+
+
 def open_ranks(folder: Path) -> list[Rank]:
     """Memory-map the files of `folder` (`global_step_N/actor`). Raise UserError if the checkpoint is incomplete."""
-    files = {
-        int(match[2]): file
-        for file in folder.glob("*.pt")
-        if (match := _SHARD.fullmatch(file.name))
-    }
+    files = {shard.rank: shard.file for shard in _shards(folder)}
     first = Rank.open(files[0])
     sharded = (tensor for tensor in first.tensors.values() if isinstance(tensor, DTensor))
     parts = next((tensor.device_mesh.shape[-1] for tensor in sharded), 1)
-    if missing := [rank for rank in range(parts) if rank not in files]:
+    missing = [rank for rank in range(parts) if rank not in files]
+    if missing:
         raise UserError(f"the checkpoint lacks the weights of rank {missing[0]}", where=str(folder))
     others = [Rank.open(files[rank]) for rank in range(1, parts)]
     return [first, *others]
 
 
-def whole_tensor(ranks: list[Rank], name: str) -> torch.Tensor:
+def whole_tensor(ranks: list[Rank], name: str) -> Tensor:
     """Return the whole tensor, assembled from the ranks and checked."""
     first = ranks[0].tensors[name]
-    if not isinstance(first, DTensor) or not isinstance(placement := first.placements[-1], Shard):
+    if not isinstance(first, DTensor):
+        return ranks[0].part(name)
+    *outer, placement = first.placements
+    if not isinstance(placement, Shard):
         return ranks[0].part(name)
     parts = [rank.part(name) for rank in ranks]
     whole = torch.cat(parts, dim=placement.dim)
-    if whole.shape != first.shape or any(
-        not place.is_replicate() for place in first.placements[:-1]
-    ):
+    cut_once = all(axis.is_replicate() for axis in outer)
+    if whole.shape != first.shape or not cut_once:
         raise UserError(
             f"the parts of {name} have the shape {list(whole.shape)} together, not {list(first.shape)}",
             where=str(ranks[0].file.parent),

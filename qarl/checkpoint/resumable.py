@@ -91,9 +91,8 @@ def save_checkpoint(
     leave `folder` unchanged.
     """
     weights = list(weights)
-    needed = sum(
-        part.nbytes for part in tree_leaves([weights, optimizer]) if isinstance(part, torch.Tensor)
-    )
+    leaves = tree_leaves([weights, optimizer])
+    needed = sum(part.nbytes for part in leaves if isinstance(part, torch.Tensor))
     with whole_folder(folder, needed_bytes=needed) as partial:
         if adapter is None:
             write_model(partial, files, weights, scheme=UNQUANTIZED)
@@ -102,19 +101,15 @@ def save_checkpoint(
         for name, content in ((OPTIMIZER_FILE, optimizer), (RNG_FILE, rng)):
             with (partial / name).open("wb") as file:
                 torch.save(content, file)
-        parts: dict[str, dict[str, Any]] = {
-            path.relative_to(partial).as_posix(): {
-                "bytes": path.stat().st_size,
-                "sha256": file_sha256(path),
-            }
-            for path in sorted(partial.rglob("*"))
-            if path.is_file()
-        }
+        parts: dict[str, dict[str, Any]] = {}
+        for path in sorted(partial.rglob("*")):
+            if path.is_file():
+                name = path.relative_to(partial).as_posix()
+                parts[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
         whole = json_safe({"format": FORMAT, **state, "files": parts})
         whole["digest"] = _digest(whole)
-        (partial / STATE_FILE).write_text(
-            json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(whole, indent=1, allow_nan=False)
+        (partial / STATE_FILE).write_text(f"{text}\n", encoding="utf-8")
     return sum(part["bytes"] for part in parts.values())
 
 
@@ -148,9 +143,8 @@ def load_dict(path: Path, *, mmap: bool = False) -> dict[str, Any]:
         return content
     except Exception as error:  # which exception torch raises depends on where the file is damaged
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        if isinstance(
-            error, pickle.UnpicklingError
-        ):  # torch's message recommends loading the file anyway
+        if isinstance(error, pickle.UnpicklingError):
+            # torch's message recommends loading the file anyway.
             why = "it holds more than tensors and plain values; it is not loaded, because it could run any code"
         fix = "copy the file again, or use a different checkpoint"
         raise UserError(f"{path.name} cannot be used", where=str(path), why=why, fix=fix) from error
@@ -182,7 +176,9 @@ def prune(parent: Path, keep: int | None) -> None:
     """Remove all but the newest `keep` checkpoints of `parent`. If `keep` is None, remove nothing.
 
     Links stay, because removing one would not free the space of its checkpoint."""
-    for _, folder in list_checkpoints(parent)[keep:] if keep is not None else ():
+    if keep is None:
+        return
+    for _, folder in list_checkpoints(parent)[keep:]:
         if not folder.is_symlink():
             remove_folder(folder)
 

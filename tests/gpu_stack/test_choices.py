@@ -7,7 +7,7 @@ vLLM's own layers are built on a platform that answers as the GPU. `choose_linea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,8 @@ from qarl.kernels.cuda import vllm_linears
 from qarl.kernels.int4 import to_marlin
 from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel
 from qarl.rollout.chosen_kernel import chosen_kernel
-from qarl.schemes import Scheme, get_scheme
+from qarl.schemes import QuantArgs, Scheme, get_scheme
+from qarl.schemes.w4a8 import W4A8
 
 required()
 
@@ -125,6 +126,17 @@ def test_linears(
     assert doctor == engine or (doctor.startswith("nothing") and engine.startswith("nothing"))
 
 
+@dataclass(frozen=True)
+class Declared(W4A8):
+    """W4A8 whose checkpoint says that its activations are of `type`."""
+
+    type: str = "int"
+
+    @property
+    def input_activations(self) -> QuantArgs:
+        return replace(super().input_activations, type=self.type)
+
+
 @pytest.mark.parametrize("declared", ["int", "float"])
 @pytest.mark.parametrize("gpu", CAPABILITIES, indirect=True, ids=str)
 def test_w4a8_has_fp8_activations_on_hopper_and_no_kernel_elsewhere(
@@ -133,7 +145,7 @@ def test_w4a8_has_fp8_activations_on_hopper_and_no_kernel_elsewhere(
     """`declared`: the type of the activations in the checkpoint. `W4A8.no_gpu_kernel` is why QaRL refuses it."""
     ours = get_scheme("w4a8", 128)
     assert ours.input_activations and ours.input_activations.type == "int"
-    scheme = replace(ours, input_activations=replace(ours.input_activations, type=declared))
+    scheme = Declared(ours.group_size, declared)
     with process_groups(dense_config):
         if gpu != (9, 0):
             with pytest.raises(

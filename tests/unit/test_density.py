@@ -12,8 +12,8 @@ from pathlib import Path
 from checkout import ROOT
 from density import Density, count
 
-MOST_HEAVY_LINES = 32
-MOST_HEAVY_STATEMENTS = 93
+MOST_HEAVY_LINES = 20
+MOST_HEAVY_STATEMENTS = 80
 MOST_PACKED = 0.02
 
 

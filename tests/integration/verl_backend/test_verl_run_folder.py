@@ -113,7 +113,12 @@ def loop(tmp_path, monkeypatch):
         trainer = object.__new__(QaRLTrainerSync)
         keys = trainer_keys(quickstart(**{"trainer.save_final": False, **changes}))
         trainer.config = OmegaConf.create(
-            {"skip": {}, "global_profiler": {"steps": None}, "trainer": {}}
+            {
+                "skip": {},
+                "global_profiler": {"steps": None},
+                "trainer": {},
+                "actor_rollout_ref": {"actor": {"fsdp_config": {}}},
+            }
         )
         for key, value in keys.items():
             OmegaConf.update(trainer.config, key.removeprefix("+"), value, force_add=True)

@@ -57,7 +57,7 @@ class W8A8(EightBits):
             return refusal
         return UserError(
             f"vLLM has no int8 products for compute capability {capability / 10}",
-            where="quant.scheme=w8a8",
+            where=f"quant.scheme={self.name}",
             why="vLLM's CUTLASS kernels support int8 only up to capability 9.0, and fail at start",
             fix="set quant.scheme=fp8, or with backend=local and a dense model set quant.kernels=qarl",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 pytest.importorskip("trl")
 
 from qarl.rollout.publish.manifest import PublishReport
+from qarl.trainer.policy import Policy
 from qarl.trl.rollouts import Rollouts
 
 
@@ -41,6 +43,9 @@ def test_weights_are_published_when_the_step_or_the_weights_have_changed() -> No
 def test_the_policy_publishes_the_base_of_its_adapters_once() -> None:
     publisher, _, published = rollouts()
     policy, engine, report = publisher.policy, publisher.engine, PublishReport(0, 1, 1000, 0, 0, {})
+
+    policy.publish = functools.partial(Policy.publish, policy)
+    engine.publish_from = lambda source, version: source(engine, version=version)
 
     def publish_base(engine: Any, version: int) -> PublishReport:
         published.append(version)

@@ -121,11 +121,14 @@ def _read(file: str, prompt_key: str) -> Sequence[Mapping[str, Any]]:
         column for column in ("data_source", prompt_key, "reward_model") if column not in columns
     ]
     if missing:
+        fix = "convert the file to verl's schema"
+        if prompt_key in missing:
+            fix += ", or set data.prompt_key to the name of the column with the prompts"
         raise UserError(
             f"missing column{'s' if len(missing) > 1 else ''} {', '.join(missing)}",
             where=file,
             why=f"the file has: {', '.join(columns)}",
-            fix="convert the file to verl's schema, or set data.prompt_key to the name of the column with the prompts",
+            fix=fix,
         )
     return rows
 

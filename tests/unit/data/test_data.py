@@ -130,6 +130,10 @@ def test_no_column(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UserError, match="missing columns question, reward_model") as error:
         load(file, tokenizer, prompt_key="question")
     assert "the file has: data_source, prompt, extra_info" in str(error.value)
+    assert "set data.prompt_key" in str(error.value)
+    with pytest.raises(UserError, match="missing column reward_model") as error:
+        load(file, tokenizer)
+    assert "prompt_key" not in str(error.value), "the prompts are there"
 
 
 def test_check_disjoint_counts_shared_prompts(

@@ -36,11 +36,10 @@ from qarl.checks.machine import Machine
 from qarl.checks.memory import checkpoint_bytes, readable
 from qarl.checks.memory_parts import ranks
 from qarl.checks.model_size import ModelSize
-from qarl.config import Config
+from qarl.config import Config, check_writable
 from qarl.config.hints import unread_paper_keys, unusual_values
 from qarl.console import fit_terminal
 from qarl.doctor import model
-from qarl.errors import UserError
 from qarl.process import package_versions
 from qarl.trainer.resume import find_start, may_resume
 from qarl.trainer.run_lock import check_free
@@ -127,13 +126,7 @@ def supported_versions(config: Config, machine: Machine) -> Findings:
 
 
 def writable(config: Config) -> None:
-    run_dir = config.run_dir
-    candidates = (run_dir, *run_dir.absolute().parents)
-    existing = next(path for path in candidates if os.path.lexists(path))
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        where = str(run_dir / "config.yaml")
-        fix = "set output_dir to a folder that can be written to"
-        raise UserError("the config cannot be written", where=where, fix=fix)
+    check_writable(config.run_dir)
 
 
 def start(config: Config, read_record: Callable[[], Record]) -> Findings:

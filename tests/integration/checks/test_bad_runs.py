@@ -279,6 +279,7 @@ def test_nothing_hides_anything_else(capsys: pytest.CaptureFixture[str]) -> None
         assert any(words in error for error in errors), (words, errors)
     if importlib.util.find_spec("wandb") is None:
         assert any("wandb" in error for error in errors)
+    assert any(finding.get("why", "").endswith("run.yaml is no folder") for finding in findings)
     assert any("match no linear: typo" in warning for warning in said(findings, "warning"))
     assert any("bands of 3.0e-04" in warning for warning in said(findings, "warning", "loss"))
     assert any(

@@ -29,8 +29,8 @@ from benchmarks.proofs.shard_costs import (
 from qarl.bench.model import default_group_size
 from qarl.bench.plan.traffic import dense_linears
 from qarl.checks.model_size import ModelSize
+from qarl.kernels.cuda.vllm_experts import Experts
 from qarl.kernels.experts import TritonExperts, fused_experts
-from qarl.kernels.vllm_experts import Experts
 from qarl.quant.experts import ExpertsInOneCopy
 from qarl.quant.linear import QuantLinear
 from qarl.schemes import Scheme, get_scheme

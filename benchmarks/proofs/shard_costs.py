@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard
 from benchmarks.proofs.counting import Counting, Counts, counting
 from qarl.bench.plan.traffic import dense_linears
 from qarl.checks.model_size import ModelSize
-from qarl.kernels.vllm_experts import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
+from qarl.kernels.cuda.vllm_experts import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
 from qarl.optim.muon_adamw import MuonAdamW
 from qarl.quant.experts import STACKS, QuantizedStack
 from qarl.quant.quantize import quantize_unchecked

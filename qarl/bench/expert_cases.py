@@ -13,9 +13,9 @@ import torch
 
 from qarl.bench.competitors import Competitor, ends, error_of, exact, random_rows
 from qarl.bench.kernel_arguments import Arguments
-from qarl.kernels import experts as grouped
 from qarl.kernels.base import ExpertsKernel, ExpertsShape, Tensors
-from qarl.kernels.experts import ReferenceExperts, operands_of, route
+from qarl.kernels.experts import ReferenceExperts
+from qarl.kernels.grouped import dequantized, operands_of, route
 from qarl.kernels.reference import silu_mul
 from qarl.kernels.registry import experts_kernels_of
 from qarl.quant.experts import quantize_stack
@@ -138,7 +138,7 @@ def _as_read(kernel: type[ExpertsKernel], scheme: Scheme) -> Rounded:
 def _exact_stack(tensors: Tensors) -> torch.Tensor:
     """Return the dequantized weights [E, N, K]: rounded to BF16 if the kernel multiplies BF16 weights, else exact."""
     if not operands_of(tensors).rounds_activations:
-        return grouped.dequantized(tensors)
+        return dequantized(tensors)
     return exact(tensors["weight"], tensors["weight_scale"])
 
 

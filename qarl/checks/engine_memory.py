@@ -51,7 +51,7 @@ def not_shared(size: ModelSize, config: Config) -> int:
 
 def repacked_expert(scheme: Scheme, shape: Shape) -> int:
     """Return the bytes of an expert's matrix as an engine on a CPU holds it."""
-    from qarl.kernels.vllm_experts import CpuExperts
+    from qarl.kernels.cpu.vllm_experts import CpuExperts
 
     return CpuExperts.prepared_bytes(scheme, shape)
 

@@ -25,10 +25,16 @@ from qarl.kernels.cpu.torch_linears import (
     TorchFP8Linear,
     TorchInt8Linear,
 )
+from qarl.kernels.cpu.vllm_experts import CpuExperts, VllmCpuBf16Experts
 from qarl.kernels.cpu.vllm_linears import (
     VllmCpuInt8Linear,
     VllmCpuInt8TilesLinear,
     VllmCpuWNA16Linear,
+)
+from qarl.kernels.cuda.vllm_experts import (
+    VllmCutlassExperts,
+    VllmMarlinExperts,
+    VllmTritonExperts,
 )
 from qarl.kernels.cuda.vllm_linears import (
     VllmCutlassFP8Linear,
@@ -38,13 +44,6 @@ from qarl.kernels.cuda.vllm_linears import (
 )
 from qarl.kernels.experts import ReferenceExperts, TritonExperts
 from qarl.kernels.triton import linears as triton
-from qarl.kernels.vllm_experts import (
-    CpuExperts,
-    VllmCpuBf16Experts,
-    VllmCutlassExperts,
-    VllmMarlinExperts,
-    VllmTritonExperts,
-)
 from qarl.schemes.base import Operands, Scheme
 
 AnyKernel = TypeVar("AnyKernel", bound=type[Kernel])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels import experts
+from qarl.kernels import grouped
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.reference import quantize_fp8, quantize_int8
 from qarl.quant import get_scheme, quantize
@@ -88,7 +88,7 @@ def exact_bf16(
 def exact_weight(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """float64 [E, N, K]; W4A16 multiplies by the BF16 rounding of code times scale, the others scale the sum."""
     if "weight_packed" in tensors:
-        return experts.dequantized(tensors).double()
+        return grouped.dequantized(tensors).double()
     return tensors["weight"].double() * tensors["weight_scale"].double()
 
 

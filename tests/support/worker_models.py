@@ -60,7 +60,7 @@ def worker_model(
 def multiplied(model: nn.Module) -> dict[str, torch.Tensor]:
     """The products of all layers of `model` with fixed inputs, and its plain parameters, by name. Some kernels keep
     their weights out of Python's reach, so products stand for them."""
-    from qarl.kernels.vllm_experts import CpuExperts
+    from qarl.kernels.cpu.vllm_experts import CpuExperts
 
     outputs: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():

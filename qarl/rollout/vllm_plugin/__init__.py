@@ -3,7 +3,7 @@
 On a CPU, the plugin adds four things that vLLM 0.29 lacks:
 
 - W4A16, W8A8 and FP8 experts, in the format of compressed-tensors. They are multiplied by the same function as in the
-  trainer (`qarl.kernels.vllm_experts`).
+  trainer (`qarl.kernels.cpu.vllm_experts`).
 - Correct BF16 experts after a reload of weights. vLLM alone returns wrong outputs.
 - The routing: the experts that each token was sent to.
 - With AMX, BF16 linears whose rows do not depend on the rows beside them (`cpu_bf16_linears.py`).

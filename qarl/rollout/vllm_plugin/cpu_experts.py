@@ -62,7 +62,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.cpu import vllm_linears
-from qarl.kernels.vllm_experts import CpuExperts, PreparedExperts
+from qarl.kernels.cpu.vllm_experts import CpuExperts, PreparedExperts
 from qarl.quant.wire_specs import wire_specs
 from qarl.rollout.publish.experts import STORED
 from qarl.schemes import QuantArgs, Scheme, engine_scheme_names, get_scheme

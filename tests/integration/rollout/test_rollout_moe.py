@@ -23,7 +23,7 @@ from random_moe import (
     wire_tensors,
 )
 
-from qarl.kernels.vllm_experts import CpuExperts, VllmCpuBf16Experts
+from qarl.kernels.cpu.vllm_experts import CpuExperts, VllmCpuBf16Experts
 from qarl.quant import Scheme, get_scheme, packed_state_dict
 from qarl.quant.state_dict import prepared_codes
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig, _engine_weights

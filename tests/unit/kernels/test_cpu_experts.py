@@ -14,10 +14,10 @@ pytest.importorskip("vllm")
 from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
 from expert_cases import make, stacked
 
-from qarl.kernels import vllm_experts
 from qarl.kernels.base import ExpertsShape
+from qarl.kernels.cpu import vllm_experts
+from qarl.kernels.cpu.vllm_experts import CpuExperts, VllmCpuBf16Experts
 from qarl.kernels.cpu.vllm_linears import cpu_ops_missing
-from qarl.kernels.vllm_experts import CpuExperts, VllmCpuBf16Experts
 from qarl.process import allow_matrix_tiles
 from qarl.schemes import get_scheme
 

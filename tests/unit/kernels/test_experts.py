@@ -9,10 +9,10 @@ from expert_cases import SHAPE, make, stacked
 from kernels_by_scheme import experts_kernels
 
 from qarl.errors import UserError
-from qarl.kernels import experts
+from qarl.kernels import grouped
+from qarl.kernels.cpu.vllm_experts import CpuExperts
 from qarl.kernels.experts import LowBitExperts, ReferenceExperts, fused_experts
 from qarl.kernels.registry import choose_experts_kernel
-from qarl.kernels.vllm_experts import CpuExperts
 from qarl.schemes import get_scheme
 
 SCHEMES = ("w4a16", "w8a8", "fp8")
@@ -21,11 +21,11 @@ CPU = torch.device("cpu")
 
 def test_routing_sorts_rows_and_restores_them() -> None:
     ids = torch.tensor([[4, 0], [0, 2], [4, 2]], dtype=torch.int32)
-    routing = experts.route(ids, 6)
+    routing = grouped.route(ids, 6)
     assert routing.ends.tolist() == [2, 2, 4, 4, 6, 6] and routing.ends.dtype == torch.int32
     assert routing.token.tolist() == [0, 1, 1, 2, 0, 2]
     rows = (routing.order[:, None] * torch.ones(1, 3)).bfloat16()
-    assert experts.combine(rows, routing, 2).tolist() == [[1.0] * 3, [5.0] * 3, [9.0] * 3]
+    assert grouped.combine(rows, routing, 2).tolist() == [[1.0] * 3, [5.0] * 3, [9.0] * 3]
 
 
 def test_what_needs_no_gradient_gets_none() -> None:

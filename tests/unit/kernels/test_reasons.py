@@ -13,10 +13,11 @@ pytest.importorskip("vllm")
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.cpu import layer_ops, torch_linears
 from qarl.kernels.cpu import vllm_linears as on_cpu
+from qarl.kernels.cpu.vllm_experts import CpuExperts, VllmCpuBf16Experts
 from qarl.kernels.cuda import layer_ops as gpu_ops
 from qarl.kernels.cuda import vllm_linears as on_gpu
+from qarl.kernels.cuda.vllm_experts import VllmMarlinExperts
 from qarl.kernels.triton import linears as triton
-from qarl.kernels.vllm_experts import CpuExperts, VllmCpuBf16Experts, VllmMarlinExperts
 from qarl.schemes import UNQUANTIZED, get_scheme
 from qarl.schemes.base import BF16_BF16
 

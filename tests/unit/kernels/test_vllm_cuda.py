@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("vllm")
 
 from qarl.errors import UserError
-from qarl.kernels import vllm_experts
 from qarl.kernels.base import ExpertsShape
+from qarl.kernels.cuda import vllm_experts
 from qarl.kernels.cuda import vllm_linears as vllm_cuda
 from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel
 from qarl.process import configure_vllm_process

@@ -18,9 +18,8 @@ pytest.importorskip("vllm")
 from expert_cases import make, stacked
 from kernels_by_scheme import linear_kernels
 
-from qarl.kernels import vllm_experts
 from qarl.kernels.base import ExpertsShape
-from qarl.kernels.cuda import vllm_linears
+from qarl.kernels.cuda import vllm_experts, vllm_linears
 from qarl.kernels.int4 import unpack_int4
 from qarl.kernels.reference import quantize_fp8, quantize_int8
 from qarl.process import configure_vllm_process

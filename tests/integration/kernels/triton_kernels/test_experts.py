@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton_checks import SCHEMES
 from triton_rig import DEVICE
 
-from qarl.kernels import experts
+from qarl.kernels import grouped
 from qarl.kernels.experts import LowBitExperts, ReferenceExperts, TritonExperts, fused_experts
 from qarl.kernels.reference import grouped_linear
 from qarl.kernels.triton.experts import grouped_scaled_backward_input
@@ -61,7 +61,7 @@ def test_the_input_gradient_of_8_bit_experts(scheme: str) -> None:
     ends = torch.tensor([5, 5, 21], dtype=torch.int32, device=DEVICE)
     grad = torch.randn(21, 40, device=DEVICE).bfloat16()
     gradient = grouped_scaled_backward_input(grad, tensors["weight"], tensors["weight_scale"], ends)
-    expected = grouped_linear(grad.double(), experts.dequantized(tensors).mT.double(), ends)
+    expected = grouped_linear(grad.double(), grouped.dequantized(tensors).mT.double(), ends)
     assert ((gradient.double() - expected).abs() <= expected.abs() * 2**-8 + 1e-3).all()
 
 

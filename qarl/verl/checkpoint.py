@@ -34,6 +34,7 @@ import pickle
 import re
 import shutil
 import time
+import zipfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,7 +86,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _FREE_VERL = re.compile(r"\+?(trainer|ray_kwargs|global_profiler|transfer_queue)\.|.*offload")
 BY_TIME = "saved_by_time"
 PARTS = ("model", "optimizer", "extra")
-"""verl's names for the files of a rank. `extra` holds the scheduler's state and the random-number states."""
+"""verl's names for the parts of a rank's state. `extra` holds the scheduler's state and the random-number states."""
+FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+"""How the name of each part's file begins."""
 State = dict[str, str]
 
 _log = logging.getLogger("qarl.verl")
@@ -132,10 +135,14 @@ def find_verl_start(config: Config, record: Record | None = None) -> tuple[int, 
     return step_of(folder), belongs_to(folder, config.run_dir)
 
 
-def newest_whole(checkpoints: Path) -> Path | None:
-    """Return the newest complete checkpoint. If a later one is incomplete, print a note. Return None if there are no
-    checkpoints. Raise UserError if all are incomplete."""
+def newest_whole(checkpoints: Path, *, all_parts: bool = True) -> Path | None:
+    """Return the newest checkpoint from which a run can resume. If a later one is incomplete, print a note. Return None
+    if there are no checkpoints. Raise UserError if all are incomplete. `all_parts`: as in `lacks`."""
     whole, torn = whole_and_torn(checkpoints)
+    for step, folder in sorted(whole.items()):
+        if problem := lacks(folder, all_parts=all_parts):
+            torn[step] = problem
+            del whole[step]
     newest = max(whole, default=0)
     last = max(torn, default=0)
     if last and not newest:
@@ -152,15 +159,35 @@ def newest_whole(checkpoints: Path) -> Path | None:
     return whole.get(newest)
 
 
+def lacks(folder: Path, *, all_parts: bool = True) -> str | None:
+    """Return why no run can resume from `folder`, or None if one can. An export needs less (`what_is_missing`).
+
+    `all_parts`: whether the run loads all that was saved. The records of QaRL say what was."""
+    if (problem := what_is_missing(folder)) or not all_parts:
+        return problem
+    for record in sorted((folder / "actor").glob("qarl_state_*.json")):
+        names = _saved_json(record)
+        if names is None:
+            return f"actor/{record.name} is damaged"
+        shard = record.stem.removeprefix("qarl_state_")
+        saved = {_part(name) for name in names}
+        for file in sorted(f"{FILES[part]}_{shard}.pt" for part in saved):
+            if not zipfile.is_zipfile(folder / "actor" / file):
+                return f"actor/{file} is missing or cut short"
+    return None
+
+
 def _choose(config: Config, record: Record | None) -> Path | None:
     settings = config.trainer
     run_dir = config.run_dir
+    all_parts = not any("load_contents" in key for key in config.verl)
     check_backend(config)
     if settings.resume_mode == "disable":
         return None
     if settings.resume_from_path is None:
-        folder = None if is_finished(run_dir) else newest_whole(run_dir / "checkpoints")
-    elif problem := what_is_missing(folder := Path(settings.resume_from_path)):
+        checkpoints = run_dir / "checkpoints"
+        folder = None if is_finished(run_dir) else newest_whole(checkpoints, all_parts=all_parts)
+    elif problem := lacks(folder := Path(settings.resume_from_path), all_parts=all_parts):
         what = f"{folder} is not a complete checkpoint of verl"
         fix = "give a complete RUN/checkpoints/global_step_N"
         raise UserError(what, where="trainer.resume_from_path", why=problem, fix=fix)

@@ -246,6 +246,27 @@ def test_half_a_checkpoint_is_none(opened, capsys):
         opened()
 
 
+@pytest.mark.parametrize("file", ["optim", "extra_state", "record"])
+def test_a_checkpoint_that_lacks_a_saved_part_is_no_start(opened, capsys, file):
+    """verl's workers would find out after the start of the engines. The weights alone are enough for an export."""
+    record = {"model.a": "0", "optimizer.0.exp_avg": "0", "scheduler": "0", "rng.cpu": "0"}
+    for step in (2, 4):
+        actor = checkpoint(opened.run, step) / "actor"
+        for part in ("optim", "extra_state"):
+            torch.save({}, actor / f"{part}_world_size_1_rank_0.pt")
+        (actor / "qarl_state_world_size_1_rank_0.json").write_text(json.dumps(record))
+    assert opened() == 4
+    if file == "record":
+        (actor / "qarl_state_world_size_1_rank_0.json").write_text("{")
+    else:
+        (actor / f"{file}_world_size_1_rank_0.pt").unlink()
+    path = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(actor.parent)}
+    with pytest.raises(UserError, match=r"missing or cut short|is damaged"):
+        opened(**path)
+    assert find_checkpoint(opened.run, None) == actor.parent
+    assert opened() == 2 and "global_step_4 is incomplete" in capsys.readouterr().err
+
+
 def test_an_export_says_what_a_checkpoint_lacks(tmp_path, capsys):
     folder = checkpoint(tmp_path, 6, ranks=2)
     (folder / "actor" / "model_world_size_2_rank_1.pt").unlink()

@@ -2,8 +2,8 @@
 
     qarl train config=quickstart.yaml plugins=[examples/own_kernel.py] quant.kernels=qarl
 
-With `quant.kernels=qarl` vLLM and the trainer run the same kernel. On a CPU QaRL has one of its own only for W4A8; this
-file adds one for W4A16. It is slow, and shows what the rounding of the engine's own sums costs.
+With `quant.kernels=qarl` vLLM and the trainer run the same kernel. On a CPU QaRL has such a kernel only for W4A8, and
+this file adds one for W4A16. It is slow, and shows what the rounding of the engine's own sums costs.
 `qarl.kernels.base.LinearKernel` documents what a kernel may say of itself.
 """
 

@@ -22,29 +22,31 @@ from pathlib import Path
 from qarl.errors import UserError
 
 VARIABLE = "QARL_PLUGINS"
-_SEPARATOR = os.pathsep
 
 
 def load_plugins(names: Sequence[str]) -> None:
     """Import files (NAME.py) and modules (dotted names), and name them to the processes that this one starts.
 
     A plugin that is loaded already is left alone. Raise UserError if one cannot be imported."""
-    loaded = [name for name in os.environ.get(VARIABLE, "").split(_SEPARATOR) if name]
-    for name in names:
-        plugin = os.path.abspath(os.path.expanduser(name)) if name.endswith(".py") else name
+    plugins = [_absolute(name) for name in names]
+    for plugin in plugins:
         _load(plugin)
-        if plugin not in loaded:
-            loaded.append(plugin)
-    if loaded:
-        os.environ[VARIABLE] = _SEPARATOR.join(loaded)
+    if plugins:
+        os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*_of_parent(), *plugins]))
 
 
 def load_plugins_of_parent() -> None:
     """Import the plugins of the process that started this one."""
-    load_plugins([])
-    for plugin in os.environ.get(VARIABLE, "").split(_SEPARATOR):
-        if plugin:
-            _load(plugin)
+    for plugin in _of_parent():
+        _load(plugin)
+
+
+def _of_parent() -> list[str]:
+    return [plugin for plugin in os.environ.get(VARIABLE, "").split(os.pathsep) if plugin]
+
+
+def _absolute(name: str) -> str:
+    return os.path.abspath(os.path.expanduser(name)) if name.endswith(".py") else name
 
 
 def _load(plugin: str) -> None:

@@ -190,8 +190,14 @@ def allow_matrix_tiles() -> None:
 def limit_threads(num_threads: int | None) -> None:
     """Set the size of the OpenMP pool that trainer and engine share. Call this before torch is imported.
 
-    If `num_threads` is None, the size is OMP_NUM_THREADS if set, otherwise the number of usable CPUs."""
-    os.environ["OMP_NUM_THREADS"] = str(thread_count(num_threads))
+    A user's plugin may have imported torch already, while the config was read. Then torch is told, too. If
+    `num_threads` is None, the size is OMP_NUM_THREADS if set, otherwise the number of usable CPUs."""
+    threads = thread_count(num_threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(threads)
 
 
 def thread_count(num_threads: int | None, *, processes: int = 1) -> int:

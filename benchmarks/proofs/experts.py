@@ -24,8 +24,8 @@ from qarl.bench.model import find_model
 from qarl.config.level import Level
 from qarl.diagnose.diagnosis import with_keys
 from qarl.metrics.step_metrics import mismatch_metrics
-from qarl.rollout.engine import RolloutBatch
 from qarl.rollout.engine_config import SamplingConfig
+from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.local import LocalTrainer, request_seed
 from qarl.trainer.policy import Policy
 from qarl.trainer.prepare import prepare_run

@@ -33,7 +33,8 @@ from qarl.data.prompts import load_prompts
 from qarl.diagnose.diagnosis import with_keys
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme, packed_state_dict
-from qarl.rollout.engine import EngineConfig, RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
+from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.loop import train
 from qarl.trainer.policy import Policy
 

@@ -44,7 +44,8 @@ from qarl.process import keep_freed_memory
 from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import measure_phases, quantize
 from qarl.quant.state_dict import low_bit_layers, requantize
-from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.rollout.engine import RolloutEngine, SamplingConfig
+from qarl.rollout.requests import RolloutBatch
 from qarl.schemes import Scheme, get_scheme
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer

@@ -96,5 +96,5 @@ CHECKS = (
     Check("data", "all prompts have text", empty_prompts),
     Check("data", "the chat template names all roles", unknown_roles),
     Check("data", "most prompts differ", repeated_prompts),
-    Check("data", "no column has a name with a meaning of its own", taken_columns),
+    Check("data", "no column has a name that verl or QaRL reads", taken_columns),
 )

@@ -7,12 +7,11 @@ formulas of QaRL's.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from qarl.errors import UserError
+from qarl.config.registry import Registry, imported
 from qarl.tbpo.config import KEYS as TBPO_KEYS
 
 TOKEN_CLIP = (0.2, 0.2)
@@ -55,43 +54,16 @@ class Objective:
 
     def load(self) -> Callable[..., Any]:
         """Import and return the function."""
-        module, _, function = self.function.partition(":")
-        loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        loaded: Callable[..., Any] = imported(self.function)
         return loaded
 
 
-_OBJECTIVES: dict[str, Objective] = {}
-
-
-def register(objective: Objective) -> Objective:
-    """Make `objective` a value of actor.loss. Raise UserError if its name belongs to another one."""
-    if _OBJECTIVES.setdefault(objective.name, objective) != objective:
-        raise UserError(
-            f"there already is an objective {objective.name!r}",
-            where="actor.loss",
-            fix="give the objective another name",
-        )
-    return objective
-
-
-def unregister(name: str) -> None:
-    """Remove the objective called `name`."""
-    del _OBJECTIVES[name]
-
-
-def objective_names() -> tuple[str, ...]:
-    """Return the values of actor.loss."""
-    return tuple(_OBJECTIVES)
-
-
-def get_objective(name: str) -> Objective:
-    """Return the objective called `name`, which the config has checked."""
-    return _OBJECTIVES[name]
-
-
-def reading(key: str) -> tuple[str, ...]:
-    """Return the names of the objectives that read `key` of the section actor."""
-    return tuple(objective.name for objective in _OBJECTIVES.values() if key in objective.keys)
+_OBJECTIVES = Registry[Objective]("objective", "actor.loss")
+register = _OBJECTIVES.register
+unregister = _OBJECTIVES.unregister
+objective_names = _OBJECTIVES.names
+get_objective = _OBJECTIVES.get
+reading = _OBJECTIVES.reading
 
 
 TBPO = register(

@@ -6,12 +6,11 @@ config, needs no torch. A plugin adds its own with `register` (`qarl.plugins`).
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from qarl.errors import UserError
+from qarl.config.registry import Registry, imported
 
 OTHER_STATE_BYTES = 8
 """Bytes of AdamW's two FP32 moments per weight, which every optimizer here uses outside of the decoder blocks."""
@@ -22,7 +21,7 @@ class Optimizer:
     """An optimizer as the rest of QaRL sees it.
 
     `factory` is "module:function". Called with (name, parameter) pairs and the keywords lr, betas, eps, weight_decay,
-    seed and `own_keys`, it returns a `torch.optim.Optimizer`. Parameters are FP32, or BF16 with optim.master_dtype=bf16
+    seed and `keys`, it returns a `torch.optim.Optimizer`. Parameters are FP32, or BF16 with optim.master_dtype=bf16
     if `rounds_bf16`; under verl they are FSDP2's DTensors, of which an elementwise update needs to know nothing.
     """
 
@@ -30,7 +29,7 @@ class Optimizer:
     factory: str
     matrix_state_bytes: int = 8
     """Bytes of FP32 state per weight of a matrix in the decoder blocks."""
-    own_keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
     """Keys of the section optim that this optimizer reads and others may not."""
     peak_rates: Mapping[str, str] = field(default_factory=dict)
     """Flag of a parameter group -> the key of its peak learning rate. Groups without such a flag have optim.lr."""
@@ -43,13 +42,12 @@ class Optimizer:
 
     def load(self) -> Callable[..., Any]:
         """Import and return the factory."""
-        module, _, function = self.factory.partition(":")
-        loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        loaded: Callable[..., Any] = imported(self.factory)
         return loaded
 
     def own_settings(self, section: Any) -> dict[str, Any]:
-        """Return `own_keys` and their values in the section optim."""
-        return {key: getattr(section, key) for key in self.own_keys}
+        """Return `keys` and their values in the section optim."""
+        return {key: getattr(section, key) for key in self.keys}
 
     def peak_rate(self, section: Any, group: Mapping[str, Any]) -> float:
         """Return the peak learning rate of a parameter group."""
@@ -58,38 +56,12 @@ class Optimizer:
         return rate
 
 
-_OPTIMIZERS: dict[str, Optimizer] = {}
-
-
-def register(optimizer: Optimizer) -> Optimizer:
-    """Make `optimizer` a value of optim.name. Raise UserError if its name belongs to another one."""
-    if _OPTIMIZERS.setdefault(optimizer.name, optimizer) != optimizer:
-        raise UserError(
-            f"there already is an optimizer {optimizer.name!r}",
-            where="optim.name",
-            fix="give the optimizer another name",
-        )
-    return optimizer
-
-
-def unregister(name: str) -> None:
-    """Remove the optimizer called `name`."""
-    del _OPTIMIZERS[name]
-
-
-def optimizer_names() -> tuple[str, ...]:
-    """Return the values of optim.name."""
-    return tuple(_OPTIMIZERS)
-
-
-def get_optimizer(name: str) -> Optimizer:
-    """Return the optimizer called `name`, which the config has checked."""
-    return _OPTIMIZERS[name]
-
-
-def reading(key: str) -> tuple[str, ...]:
-    """Return the names of the optimizers that read `key` of the section optim."""
-    return tuple(optimizer.name for optimizer in _OPTIMIZERS.values() if key in optimizer.own_keys)
+_OPTIMIZERS = Registry[Optimizer]("optimizer", "optim.name")
+register = _OPTIMIZERS.register
+unregister = _OPTIMIZERS.unregister
+optimizer_names = _OPTIMIZERS.names
+get_optimizer = _OPTIMIZERS.get
+reading = _OPTIMIZERS.reading
 
 
 def built_by(factory: str) -> Optimizer | None:
@@ -114,7 +86,7 @@ register(
         name="muon",
         factory="qarl.optim.muon_adamw:MuonAdamW",
         matrix_state_bytes=4,
-        own_keys=("muon_lr", "muon_momentum"),
+        keys=("muon_lr", "muon_momentum"),
         peak_rates={"use_muon": "muon_lr"},
         rounds_bf16=True,
     )

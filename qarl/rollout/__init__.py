@@ -10,11 +10,17 @@ if TYPE_CHECKING:
     from qarl.rollout.engine import (
         EngineConfig,
         EngineFailed,
-        RolloutBatch,
         RolloutEngine,
         SamplingConfig,
     )
+    from qarl.rollout.requests import RolloutBatch
 
 __all__ = ["EngineConfig", "EngineFailed", "RolloutBatch", "RolloutEngine", "SamplingConfig"]
 
-__getattr__ = exporter(__name__, {"engine": __all__})
+__getattr__ = exporter(
+    __name__,
+    {
+        "engine": ["EngineConfig", "EngineFailed", "RolloutEngine", "SamplingConfig"],
+        "requests": ["RolloutBatch"],
+    },
+)

@@ -11,16 +11,11 @@ the other requests in the batch, or on whether the run was resumed.
 
 from __future__ import annotations
 
-import atexit
-import gc
 import math
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +26,7 @@ from qarl.lora.adapter import Adapter
 from qarl.process import configure_vllm_process
 from qarl.quant.experts import is_of_expert, stacked
 from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
-from qarl.rollout import engine_config, vllm_plugin
+from qarl.rollout import engine_config, open_engines, vllm_plugin
 from qarl.rollout.adapter_spec import servable
 from qarl.rollout.chosen_kernel import own_kernels
 from qarl.rollout.completions import routed_experts, sampled_log_probs, top_tokens
@@ -53,6 +48,7 @@ from qarl.rollout.publish.manifest import (
 from qarl.rollout.publish.transaction import EngineWeights
 from qarl.rollout.publish.version import checked_version
 from qarl.rollout.publish.writers import ReloadFailed
+from qarl.rollout.requests import RolloutBatch, check_requests
 from qarl.vllm_versions import (
     check_head_dtype,
     check_release,
@@ -60,30 +56,6 @@ from qarl.vllm_versions import (
     loaded_model,
     release_engine_memory,
 )
-
-
-@dataclass(frozen=True)
-class RolloutBatch:
-    """What was sampled. Each list has one entry per response, in the order of the prompts.
-
-    rollout_log_probs  of each token of the response
-    finish_reasons     why each response ended, in vLLM's words
-    weight_version     that of the weights that were sampled from
-    top_token_ids      the likeliest token at each position, if they were asked for
-    preemptions        number of times that vLLM freed a response's KV cache for other requests and computed it again
-    routed_experts     the experts that each router chose, in its order: uint8 [tokens - 1, layers, k], for all tokens
-                       of prompt and response except the last; int16 if a layer has more than 256 experts. A dense layer
-                       has zeros
-    """
-
-    prompt_token_ids: list[list[int]]
-    response_token_ids: list[list[int]]
-    rollout_log_probs: list[list[float]]
-    finish_reasons: list[str]
-    weight_version: int
-    top_token_ids: list[list[int]] | None = None
-    preemptions: int = 0
-    routed_experts: list[torch.Tensor] | None = None
 
 
 class EngineFailed(ReloadFailed):
@@ -132,8 +104,7 @@ class RolloutEngine:
         import torch._dynamo
         from vllm import LLM
 
-        _tidy_up_at_exit()
-        _OPEN.add(self)
+        open_engines.add(self)
         self._dynamo_was_disabled: bool | None = None
         self._asleep = False
         if torch.cuda.is_available():
@@ -268,7 +239,7 @@ class RolloutEngine:
                 fix="call publish with all tensors of the model first; if a publish failed, mend what its error says",
             )
         self.wake_up()
-        _check_requests(prompts, seeds)
+        check_requests(prompts, seeds)
         adapter = None
         if self.adapter is not None:
             self.adapter.check_present()
@@ -448,7 +419,7 @@ class RolloutEngine:
             torch._dynamo.config.disable = self._dynamo_was_disabled
         others = (
             engine
-            for engine in _OPEN
+            for engine in open_engines.ENGINES
             if engine is not self and engine.weights and not engine.weights.broken
         )
         release_engine_memory([engine.model() for engine in others])
@@ -464,44 +435,6 @@ class RolloutEngine:
             if kind is None:
                 raise
             note(f"the rollout engine could not be closed: {in_one_line(error)}")
-
-
-def _check_requests(prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> None:
-    """Raise UserError before vLLM sees requests that would end its engine, or this call in the middle."""
-    bad = [
-        f"a prompt is {prompt!r:.60}"
-        for prompt in prompts
-        if not isinstance(prompt, list | tuple) or not prompt
-    ]
-    if seeds is not None and len(seeds) != len(prompts):
-        bad.append(f"there are {len(prompts)} prompts and {len(seeds)} seeds")
-    if bad:
-        raise UserError(
-            "the rollout engine cannot take these requests",
-            where="generate",
-            why=bad[0],
-            fix="give lists of token ids (at least one a prompt), and as many seeds as prompts",
-        )
-
-
-_OPEN: weakref.WeakSet[RolloutEngine] = weakref.WeakSet()
-
-
-@cache
-def _tidy_up_at_exit() -> None:
-    """Register `_close_all` with `atexit`, once. Python runs it before vLLM's exit functions, registered earlier."""
-    atexit.register(_close_all)
-
-
-def _close_all() -> None:
-    """Close the engines that the program left open. vLLM hides its objects from the garbage collector until its engine
-    is shut down. Without this function, objects in reference cycles would outlive the interpreter, and nanobind would
-    report each of them as leaked."""
-    for engine in list(_OPEN):
-        with suppress(Exception):  # the engine may be broken, and it is too late to repair it
-            engine.close()
-    gc.unfreeze()
-    gc.collect()
 
 
 def _engine_weights(worker: Any, expected: Manifest, direct: bool) -> EngineWeights:

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Sequence
 
 from qarl.rollout import engine_config
-from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine, WeightSource
+from qarl.rollout.engine import EngineFailed, RolloutEngine, WeightSource
 from qarl.rollout.engine_config import EngineConfig, SamplingConfig
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
+from qarl.rollout.requests import RolloutBatch
 
 
 class RecoveringEngine(RolloutEngine):

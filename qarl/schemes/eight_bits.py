@@ -5,6 +5,16 @@ from __future__ import annotations
 from typing import ClassVar
 
 from qarl.schemes.base import QuantArgs, Scheme, WireSpec
+from qarl.schemes.plan_terms import BeyondProducts
+
+BACKWARD = BeyondProducts(
+    dense_input=6,
+    dense_weight=4,
+    expert_token=3,
+    expert_inner=14,
+    expert_weight=6,
+)
+"""What the trainer's backward moves beside its products: it multiplies weights that were dequantized to BF16."""
 
 
 def per_token(type: str) -> QuantArgs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qarl.errors import UserError
 from qarl.schemes.base import Grid
-from qarl.schemes.eight_bits import EightBits
+from qarl.schemes.eight_bits import BACKWARD, EightBits
 from qarl.schemes.plan_terms import BeyondProducts, PlanTerms
 from qarl.schemes.registry import register
 
@@ -23,13 +23,7 @@ class FP8(EightBits):
         rate="fp8",
         compiled=False,
         forward=BeyondProducts(dense_input=2, expert_token=5, expert_hidden=2, expert_inner=3),
-        backward=BeyondProducts(
-            dense_input=6,
-            dense_weight=4,
-            expert_token=3,
-            expert_inner=14,
-            expert_weight=6,
-        ),
+        backward=BACKWARD,
     )
     experts_repacked_on_cpus = True  # their codes are FP32 there
     capability = 89

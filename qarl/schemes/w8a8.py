@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from qarl.errors import UserError
 from qarl.schemes.base import Grid
-from qarl.schemes.eight_bits import EightBits
+from qarl.schemes.eight_bits import BACKWARD, EightBits
 from qarl.schemes.plan_terms import BeyondProducts, PlanTerms
 from qarl.schemes.registry import register
 
@@ -28,13 +28,7 @@ class W8A8(EightBits):
         rate="int8",
         compiled=False,
         forward=BeyondProducts(dense_input=2, expert_token=3, expert_inner=3),
-        backward=BeyondProducts(
-            dense_input=6,
-            dense_weight=4,
-            expert_token=3,
-            expert_inner=14,
-            expert_weight=6,
-        ),
+        backward=BACKWARD,
     )
     cpu_flags = ("avx512_vnni",)
     cpu_flags_reason = (

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from qarl.rollout.engine import RolloutBatch
+from qarl.rollout.requests import RolloutBatch
 
 if TYPE_CHECKING:
     from qarl.config import ActorConfig

@@ -40,9 +40,10 @@ from qarl.objectives.settings import objective_settings
 from qarl.process import keep_freed_memory
 from qarl.quant.quantize import measure_phases
 from qarl.quant.state_dict import requantize
-from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.rollout.engine import RolloutEngine, SamplingConfig
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.recovery import RecoveringEngine
+from qarl.rollout.requests import RolloutBatch
 from qarl.step.updates import is_skipped
 from qarl.trainer.advantages import step_advantages
 from qarl.trainer.batch import Batch, Rows, make_batch, micro_batches, request_seed

@@ -11,7 +11,7 @@ from qarl.config.level import Level
 from qarl.kernels.registry import Choice
 from qarl.quant.linear import QuantLinear
 from qarl.quant.state_dict import low_bit_layers
-from qarl.rollout.engine import RolloutBatch
+from qarl.rollout.requests import RolloutBatch
 from qarl.schemes import get_scheme
 from qarl.trainer.batch import make_batch
 from qarl.trainer.policy import Policy

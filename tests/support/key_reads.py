@@ -15,8 +15,8 @@ from checkout import ROOT
 from qarl.config import Config, describe_keys
 from qarl.config.schema import sections
 from qarl.config.types import Section
-from qarl.rollout.engine import RolloutBatch
 from qarl.rollout.publish.manifest import PublishReport
+from qarl.rollout.requests import RolloutBatch
 
 PACKAGE = f"{ROOT / 'qarl'}/"
 KINDS = sections() | {"": Config}

@@ -12,7 +12,7 @@ from qarl.config import Config
 from qarl.data.prompts import PromptSampler
 from qarl.metrics.step_metrics import PhaseTimer
 from qarl.objectives.settings import objective_settings
-from qarl.rollout.engine import RolloutBatch
+from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.checkpoints import Checkpoints, restore
 from qarl.trainer.local import LocalTrainer

@@ -31,8 +31,8 @@ from verl_old_log_probs import (
 
 from qarl.checkpoint.storage import number
 from qarl.config import Config
-from qarl.rollout.engine import RolloutBatch
 from qarl.rollout.publish.manifest import PublishReport
+from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.prepare import prepare_run
 from qarl.verl.run import our_names, verl_config

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from checkout import ROOT
+from example_plugins import loaded
 
 from qarl.config.objectives import get_objective
 from qarl.config.objectives import unregister as unregister_objective
@@ -14,21 +14,15 @@ from qarl.config.optimizers import get_optimizer
 from qarl.config.optimizers import unregister as unregister_optimizer
 from qarl.objectives.loss import objective_loss
 from qarl.objectives.settings import Settings
-from qarl.plugins import VARIABLE, load_plugins
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _plugins():
-    patch = pytest.MonkeyPatch()
-    patch.setenv(VARIABLE, "")
-    names = ("own_optimizer", "own_objective")
-    load_plugins([str(ROOT / f"examples/{name}.py") for name in names])
-    yield
-    unregister_optimizer("lion")
-    unregister_objective("cispo")
-    for name in names:
-        patch.delitem("sys.modules", f"qarl_plugin_{name}", raising=False)
-    patch.undo()
+    with loaded(
+        own_optimizer=lambda: unregister_optimizer("lion"),
+        own_objective=lambda: unregister_objective("cispo"),
+    ):
+        yield
 
 
 def test_two_steps_of_lion():

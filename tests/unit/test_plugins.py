@@ -118,3 +118,17 @@ def test_a_name_that_is_taken_is_refused():
         file.write(taken)
     with pytest.raises(UserError, match="there already is an objective 'tbpo'"):
         load_config(["config=run.yaml", "plugins=[mine.py]"])
+
+
+def test_a_plugin_may_import_torch_before_the_threads_are_limited(tmp_path):
+    """The config is read, and with it the plugin, before trainer.num_threads is known."""
+    (tmp_path / "torch_user.py").write_text("import torch\n")
+    code = (
+        "from qarl.plugins import load_plugins; from qarl.process import limit_threads;"
+        "load_plugins(['torch_user.py']); limit_threads(1);"
+        "import torch; print(torch.get_num_threads())"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"

@@ -11,7 +11,7 @@ from random_models import save_random_model
 from updating_trainer import updating_trainer
 
 from qarl.config.objectives import objective_names
-from qarl.rollout.engine import RolloutBatch
+from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.advantages import step_advantages
 from qarl.trainer.batch import make_batch
 

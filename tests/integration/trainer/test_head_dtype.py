@@ -15,7 +15,8 @@ from qarl.checks.model import PLAIN_HEADS, check_head
 from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.quant import get_scheme
-from qarl.rollout.engine import EngineConfig, RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
+from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.policy import Policy
 from qarl.vllm_versions import check_head_dtype

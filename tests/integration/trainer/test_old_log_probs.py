@@ -15,8 +15,8 @@ from qarl.config.level import Level
 from qarl.metrics.step_metrics import PhaseTimer
 from qarl.objectives.settings import objective_settings
 from qarl.quant import get_scheme
-from qarl.rollout.engine import RolloutBatch
 from qarl.rollout.publish.manifest import PublishReport
+from qarl.rollout.requests import RolloutBatch
 from qarl.step.old_log_probs import Skipping, differing_tokens
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qarl.report.samples import read_samples
-from qarl.rollout.engine import RolloutBatch
+from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.batch import make_batch
 from qarl.trainer.mismatch_watch import log_step_samples
 from qarl.trainer.old_log_probs import Measured

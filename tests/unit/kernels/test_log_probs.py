@@ -23,7 +23,7 @@ from qarl.kernels.log_probs import (
     log_probs_of_logits,
     rows_at_a_time,
 )
-from qarl.rollout.engine import RolloutBatch
+from qarl.rollout.requests import RolloutBatch
 from qarl.schemes import get_scheme
 from qarl.trainer import policy as policy_module
 from qarl.trainer.batch import Batch, make_batch

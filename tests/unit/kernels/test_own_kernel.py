@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from checkout import ROOT
+from example_plugins import loaded
 from memory_cases import parts, run
 from random_models import save_random_model
 
@@ -16,7 +16,6 @@ from qarl.checks.memory_parts import quantized_linears
 from qarl.doctor.model import trainer_kernels
 from qarl.kernels.base import LinearKernel
 from qarl.kernels.registry import choose_linear_kernel, own_kernel, unregister
-from qarl.plugins import VARIABLE, load_plugins
 from qarl.quant import get_scheme, quantize
 from qarl.schemes.base import INT4_BF16
 
@@ -26,13 +25,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True, scope="module")
 def _plugin() -> Iterator[None]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv(VARIABLE, "")
-    load_plugins([str(ROOT / "examples/own_kernel.py")])
-    yield
-    unregister(NAME)
-    patch.delitem("sys.modules", "qarl_plugin_own_kernel", raising=False)
-    patch.undo()
+    with loaded(own_kernel=lambda: unregister(NAME)):
+        yield
     assert own_kernel("qarl", INT4_BF16).name != NAME
 
 

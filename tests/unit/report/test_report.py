@@ -316,7 +316,7 @@ def test_a_resumed_run_replaces_the_samples_of_repeated_steps(tmp_path: Path) ->
 
 def test_samples_of_a_batch(tmp_path: Path) -> None:
     """δ and tokens belong together, padding is left out, and the settings decide whether anything is written."""
-    from qarl.rollout.engine import RolloutBatch
+    from qarl.rollout.requests import RolloutBatch
     from qarl.trainer.batch import make_batch
     from qarl.trainer.mismatch_watch import log_step_samples
     from qarl.trainer.old_log_probs import Measured

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkout import ROOT
+from example_plugins import loaded
 from random_models import save_random_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -16,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl.checkpoint.model_files import ModelFiles, save_model
 from qarl.config.quant import QuantConfig
-from qarl.plugins import VARIABLE, load_plugins
 from qarl.quant import packed_state_dict, quantize
 from qarl.rollout.publish.manifest import check_complete, expected_manifest
 from qarl.schemes import Scheme, from_quantization_config, get_scheme, unregister
@@ -27,13 +27,8 @@ IGNORE = ("lm_head",)
 
 @pytest.fixture(autouse=True, scope="module")
 def _plugin() -> Iterator[None]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv(VARIABLE, "")
-    load_plugins([str(ROOT / "examples/own_scheme.py")])
-    yield
-    unregister(NAME)
-    patch.delitem("sys.modules", "qarl_plugin_own_scheme", raising=False)
-    patch.undo()
+    with loaded(own_scheme=lambda: unregister(NAME)):
+        yield
 
 
 @pytest.fixture

@@ -19,8 +19,9 @@ from random_models import save_random_model
 from qarl.checkpoint.export_folder import MARK, why_foreign
 from qarl.checkpoint.resumable import _digest
 from qarl.metrics.tracker import read_metrics
-from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine
+from qarl.rollout.engine import EngineFailed, RolloutEngine
 from qarl.rollout.publish.manifest import PublishReport
+from qarl.rollout.requests import RolloutBatch
 from qarl.train import main
 from qarl.trainer import finish, loop
 from qarl.trainer.local import LocalTrainer

@@ -19,7 +19,8 @@ from qarl.data.reward_workers import InProcessReward
 from qarl.diagnose.diagnosis import with_keys
 from qarl.metrics.step_metrics import PhaseTimer
 from qarl.objectives import verl_functions
-from qarl.rollout.engine import RolloutBatch, SamplingConfig
+from qarl.rollout.engine import SamplingConfig
+from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.local import LocalTrainer
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")

@@ -16,7 +16,7 @@ from updating_trainer import updating_trainer
 from qarl.align.cpu_attention import uses_engine_attention
 from qarl.config.level import Level
 from qarl.quant import get_scheme
-from qarl.rollout.engine import RolloutBatch
+from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.batch import Batch, fill, lay_out, make_batch
 from qarl.trainer.policy import Policy
 

@@ -13,7 +13,7 @@ from qarl.align.router import recorded_routing
 from qarl.config import load_config
 from qarl.config.level import Level
 from qarl.quant import get_scheme
-from qarl.rollout.engine import RolloutBatch
+from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.mismatch_watch import watch
 from qarl.trainer.policy import Policy

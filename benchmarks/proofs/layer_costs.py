@@ -62,7 +62,7 @@ ENGINE_LAUNCHES = {
         ("unpermute", "out y"),
     ),
 }
-"""The kernels that vLLM 0.24.0 launches for a layer of experts, with their operands (fused_marlin_moe, TritonExperts,
+"""The kernels that vLLM launches for a layer of experts, with their operands (fused_marlin_moe, TritonExperts,
 run_cutlass_moe_fp8)."""
 _PRODUCTS = ("_grouped_mm", "mm", "addmm", "bmm", "linear")
 

@@ -78,7 +78,7 @@ def gathered_adapters(size: ModelSize, config: Config) -> int:
     """Return the bytes that vLLM takes on a CPU to multiply a batch of prompts by one adapter.
 
     It gathers A for each token in BF16 and casts it to FP32, then it gathers B (`bgmv_shrink` and `bgmv_expand_slice`
-    in vllm/lora/ops/torch_ops/lora_ops.py, 0.29)."""
+    in vllm/lora/ops/torch_ops/lora_ops.py)."""
     data = config.data
     rollout = config.rollout
     longest = data.max_prompt_length + data.max_response_length

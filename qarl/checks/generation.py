@@ -1,7 +1,7 @@
 """Whether the trainer's log-probs can follow the sampling of training responses, and where responses end.
 
 vLLM stops at the tokenizer's EOS and at every `eos_token_id` of generation_config.json. If that file is missing, it
-uses the ids of config.json instead (`SamplingParams.update_from_generation_config` in vLLM 0.29). If one of these ids
+uses the ids of config.json instead (vLLM's `SamplingParams.update_from_generation_config`). If one of these ids
 belongs to a different tokenizer, responses may end too early or never.
 """
 

@@ -30,7 +30,7 @@ are upcast to FP32 and divided by the temperature. Then:
     top-p    sorts these tokens by ascending logit and drops the first ones, up to a summed probability of 1 - top_p.
              The likeliest token always stays
 
-On GPUs, vLLM 0.24 finds top-p's threshold for 8 rows and more with a Triton kernel that does not sort. Close to the
+On GPUs, vLLM finds top-p's threshold for 8 rows and more with a Triton kernel that does not sort. Close to the
 threshold it keeps other tokens: under Triton's interpreter up to 2e-4 of a row's probability, for top_p >= 0.99.
 
 The mask is computed once, with the old log-probs, and does not change during the update. Computed again after an

@@ -4,7 +4,7 @@
     backward  dX = dY Ŵ + (dY Bs) A        dW of the base is never computed
               dA = (dY Bs)ᵀ x,  dB = dYᵀ (x Aᵀ) alpha / r
 
-vLLM serves adapters on a CPU with PyTorch (`vllm/lora/ops/torch_ops/lora_ops.py` and `PunicaWrapperCPU`, 0.29). x and
+vLLM serves adapters on a CPU with PyTorch (`vllm/lora/ops/torch_ops/lora_ops.py` and `PunicaWrapperCPU`). x and
 A are cast to FP32 and multiplied token by token, so this product sums in the order of a matrix-vector product. It is
 rounded to BF16 and multiplied by Bs in BF16, and the result is added to the base's output in BF16. q, k, v, gate and up
 have their own A and B, although their base weights are fused. vLLM gathers A and B for each token. Here all tokens read
@@ -15,7 +15,7 @@ trainer computes one product if that has the engine's bits, which `one_product` 
 in another order if tokens x N x r is at most 4096. So if N x r is less, as in tiny models, the last few responses of a
 batch may have other bits than in the trainer.
 
-On a GPU vLLM multiplies with Triton kernels (`vllm/lora/ops/triton_ops`, 0.24), which round in the same places. But
+On a GPU vLLM multiplies with Triton kernels (`vllm/lora/ops/triton_ops`), which round in the same places. But
 they sum x Aᵀ in FP32 with atomics, in an order that changes from call to call. So no δ is promised there, and equal
 seeds need not give equal responses.
 

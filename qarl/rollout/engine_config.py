@@ -1,7 +1,7 @@
 """The settings of a rollout engine and of its sampling, the arguments that vLLM gets from them, and what vLLM does on a
 GPU to the process and the memory that it shares with the trainer (backend `local`, TRL).
 
-Batch invariance. With VLLM_BATCH_INVARIANT=1 vLLM (0.24 and 0.29, `enable_batch_invariant_mode`) replaces softmax,
+Batch invariance. With VLLM_BATCH_INVARIANT=1 vLLM (`enable_batch_invariant_mode`) replaces softmax,
 log_softmax, mean and bmm by its own operators for every CUDA tensor of the process, and on capability 8.0 also all
 matrix products. Its operators have no backward. The trainer would run them too, and lose gradients.
 
@@ -155,7 +155,7 @@ def llm_arguments(config: EngineConfig, *, statistics: bool = True) -> dict[str,
             )
     else:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
-        # A chunked prefill does not give the same bits as a whole one. Also, in vLLM 0.29 on CPU a request with a seed
+        # A chunked prefill does not give the same bits as a whole one. Also, on a CPU a request with a seed
         # crashes if its prefill is chunked ("CPU Generator does not use offset").
         # A request with a cached prefix prefills only the rest, so its matrix products are also tiled differently.
         arguments["enable_chunked_prefill"] = False
@@ -218,7 +218,7 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
 
 
 GRAPHS: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
-"""vLLM's arguments for CUDA graphs of decode steps without compilation (mode 0). Both vLLM 0.24 and 0.29 have them."""
+"""vLLM's arguments for CUDA graphs of decode steps without compilation (mode 0). Both supported releases have them."""
 
 
 def graph_arguments(scheme: Scheme, *, aligned: bool, kernels: str = "engine") -> dict[str, Any]:
@@ -251,7 +251,7 @@ def eager(enforce_eager: bool | None) -> bool:
 
 def release_unused_memory() -> None:
     """Return the memory that PyTorch reserves but does not use to the driver. vLLM wakes up with `cuMemCreate`, which
-    cannot use reserved memory. vLLM 0.24 does not empty PyTorch's cache first, 0.29 does."""
+    cannot use reserved memory. The older supported release does not empty PyTorch's cache first."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -265,7 +265,7 @@ def drop_frames(error: BaseException | None) -> None:
 
 
 def explain(error: BaseException, share: float) -> None:
-    """Raise a UserError that says what to do, if vLLM 0.24 did not start on a GPU for want of memory.
+    """Raise a UserError that says what to do, if vLLM did not start on a GPU for want of memory.
 
     vLLM takes its weights, its activations and CUDA graphs from its share, and the KV cache gets the rest. It measures
     these by the GPU's free memory, which other processes change too."""

@@ -25,7 +25,7 @@ class W4A8(Int4Groups):
         "on GPUs of capability 9.0 vLLM rounds activations and group scales to FP8 (e4m3), also where the checkpoint "
         "says int8, and on other GPUs it has no kernel"
     )
-    """`CompressedTensorsConfig._is_fp8_w4a8` of vLLM 0.24.0 does not look at the type of the activations, and
+    """vLLM's `CompressedTensorsConfig._is_fp8_w4a8` does not look at the type of the activations, and
     `CutlassW4A8LinearKernel` multiplies float8_e4m3fn."""
     export_limit = (
         "Plain vLLM does not compute w4a8: from this folder it computes W4A16 on a CPU, rounds activations to FP8 on a "

@@ -44,7 +44,7 @@ class W8A8(EightBits):
         self, capability: int, kernels: str, disabled_kernels: Collection[str]
     ) -> UserError | None:
         """Also refuse GPUs after 9.0. vLLM chooses CUTLASS on any GPU from 8.0 on, but its int8 products end with 9.0
-        (vLLM 0.24.0, csrc/libtorch_stable/quantization/w8a8/cutlass/scaled_mm_c3x_sm100.cu and _sm120.cu)."""
+        (vLLM's csrc/libtorch_stable/quantization/w8a8/cutlass/scaled_mm_c3x_sm100.cu and _sm120.cu)."""
         refusal = super().gpu_refusal(capability, kernels, disabled_kernels)
         cutlass = kernels == "engine" and _CUTLASS not in disabled_kernels
         if refusal or not cutlass or capability < 100:
@@ -57,11 +57,12 @@ class W8A8(EightBits):
         )
 
     def gpu_experts_refusal(self, where: str) -> UserError | None:
-        """vLLM 0.24, which requirements/gpu.lock has, chooses `TritonExperts`, whose `apply` refuses the int8 rows that
-        it is given. (vLLM 0.29 takes them.)"""
+        """The vLLM of requirements/gpu.lock chooses `TritonExperts`, whose `apply` refuses the int8 rows that it is
+        given. `qarl.vllm_versions` says which release takes them."""
         return UserError(
             "vLLM has no int8 products for experts on GPUs",
             where=where,
-            why="vLLM 0.24 runs them with TritonExperts, which refuses int8 activations as the engine starts",
+            why="the vLLM of requirements/gpu.lock runs them with TritonExperts, which refuses int8 activations as the "
+            "engine starts",
             fix="set quant.scheme=fp8 or quant.scheme=w4a16",
         )

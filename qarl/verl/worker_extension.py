@@ -114,7 +114,7 @@ def _expect_publish(receiver: StreamReceiver) -> None:
 
 def _serve_adapters(vllm_config: Any) -> None:
     """Let this process's engine load adapters."""
-    use_vllms_loader()  # verl's extension has replaced it by one that calls a method that vLLM 0.29 does not have
+    use_vllms_loader()  # verl's extension has replaced it by one that calls a method that vLLM no longer has
     quantization = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
     scheme = from_quantization_config(quantization) if quantization else UNQUANTIZED
     _served.enter_context(servable(_adapter_spec(vllm_config.lora_config), scheme))

@@ -1,6 +1,6 @@
 """The numbers that `qarl bench plan` assumes, estimates or was given by a count, each with its name.
 
-Nobody has measured the estimates with QaRL: they are for an H100 and vLLM 0.24 with CUDA graphs. They decide the time
+Nobody has measured the estimates with QaRL: they are for an H100 and vLLM with CUDA graphs. They decide the time
 of a token when few responses are left. A scheme's own numbers are `qarl.schemes.plan_terms`.
 """
 

@@ -1,6 +1,6 @@
 """BF16 products whose rows do not depend on the rows beside them, on CPUs with AMX.
 
-vLLM 0.29 multiplies BF16 weights of up to 1 MiB by `weight_packed_linear`, and larger ones by oneDNN, as PyTorch does
+vLLM multiplies BF16 weights of up to 1 MiB by `weight_packed_linear`, and larger ones by oneDNN, as PyTorch does
 (`dispatch_cpu_unquantized_gemm`). With AMX the bits of a row depend on the number of rows in both: the first sums in
 another order up to 4 rows, which it multiplies by vectors instead of tiles, and oneDNN from 33 to several hundred rows
 (measured at K of 576 and more). So an engine that decodes 3 responses has other bits than one that decodes 5, or than a

@@ -4,7 +4,7 @@
                     machine
     vllm_cpu_bf16   BF16: vLLM's own operator
 
-vLLM 0.29 has no low-bit experts on CPUs without AMX. With AMX, its W4A16 experts would use int8 activations, and FP8
+vLLM has no low-bit experts on CPUs without AMX. With AMX, its W4A16 experts would use int8 activations, and FP8
 experts with a scale per channel are missing. So in the engine, QaRL's plugin for vLLM (`qarl.rollout.vllm_plugin`)
 calls `CpuExperts`. It rounds a row to BF16 after each product, after silu(gate), and after silu(gate) * up. A
 token's experts are weighted and summed in FP32, in the router's order, and rounded once. BF16 experts round only after

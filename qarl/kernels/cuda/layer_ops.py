@@ -6,7 +6,7 @@
 
 A contract (docs/gpu.md) says which intermediate results are BF16 and which are FP32. tests/support/contract_checks.py
 follows the contracts in PyTorch, so that the level can be tested without a GPU. The contracts are read from the source
-of vLLM 0.24.0, the release in requirements/gpu.lock.
+of the release in requirements/gpu.lock.
 
 Equal contracts do not mean equal bits: a contract leaves the order of FP32 sums open. So `quant.align=model` on a GPU
 calls vLLM's operators, and the contracts say what to expect from them. Only a device can confirm that: `CONTRACTS`
@@ -20,12 +20,12 @@ The engine's attention reads a paged cache. Its kernel for pages of 16 tokens ha
 and in a decode step, for heads of 96 and 128; with heads of 256 both give the same bits, too. The kernel for contiguous
 keys may have other tiles, and so other bits. So the trainer's keys and values are copied into such pages. The engine
 splits the keys of a query among thread blocks if few requests run. Then the sum's order depends on the batch. With one
-split it does not. On compute capability 9.0, vLLM 0.24.0 has a setting for that (`ENGINE_ARGUMENTS`). FlashAttention 2
+split it does not. On compute capability 9.0, vLLM has a setting for that (`ENGINE_ARGUMENTS`). FlashAttention 2
 and 4 take the number of splits from a heuristic that no setting reaches except VLLM_BATCH_INVARIANT, which replaces
 operators of the whole process.
 
-Sources for attention: vllm/v1/attention/backends/flash_attn.py, vllm/vllm_flash_attn/flash_attn_interface.py of vLLM
-0.24.0; hopper/tile_size.h and hopper/flash_api.cpp of vllm-project/flash-attention.
+Sources for attention: vllm/v1/attention/backends/flash_attn.py, vllm/vllm_flash_attn/flash_attn_interface.py of
+vLLM; hopper/tile_size.h and hopper/flash_api.cpp of vllm-project/flash-attention.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ENGINE_ARGUMENTS: dict[str, Any] = {
 """vLLM's arguments that make its engine run these operators, with CUDA graphs for decode steps.
 
 `mode` 0 is no compilation. With the default, Inductor compiles PyTorch's formulas, which round differently.
-The other setting is one split in attention. vLLM 0.24.0 reads it only if it captures whole steps, and if a step has at
+The other setting is one split in attention. vLLM reads it only if it captures whole steps, and if a step has at
 most `max_cudagraph_capture_size` tokens (by default twice max_num_seqs, at most 512). In larger steps a heuristic of
 FlashAttention chooses: one split for up to 512 keys, and whenever the queries fill the GPU. So prompts have one split.
 With rollout.enforce_eager=true no setting gives one split except VLLM_BATCH_INVARIANT. That replaces operators of the

@@ -5,7 +5,7 @@
     vllm_triton_experts    W8A8; FP8 on capability 8.9: `fused_experts`, with the kernels and tiles of TritonExperts
 
 A kernel is used only if vLLM's `CompressedTensorsMoEMethod.get_moe_method` chooses the kernel's class for a layer of
-the same sizes. The kernels call the functions behind the classes, with the arguments of vLLM 0.24.0 and 0.29.0. The
+the same sizes. The kernels call the functions behind the classes, with the arguments of both supported releases. The
 classes themselves need the engine's workspace, which is sized for the engine's largest batch. Engine and trainer can
 still differ in three ways:
 
@@ -13,8 +13,8 @@ still differ in three ways:
 - engine arguments can override vLLM's choice of a class; QaRL does not set them
 - Marlin's and Triton's tiles depend on the number of rows (vllm-project/vllm#46639)
 
-vLLM 0.24 cannot run W8A8 experts, because its TritonExperts rejects int8 rows. `per_token_quant_int8` rounds halves
-away from zero, unlike W8A8 linears.
+The older release cannot run W8A8 experts, because its TritonExperts rejects int8 rows. `per_token_quant_int8` rounds
+halves away from zero, unlike W8A8 linears.
 """
 
 from __future__ import annotations

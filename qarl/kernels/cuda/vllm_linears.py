@@ -6,8 +6,8 @@
     vllm_cutlass_fp8    FP8: `scaled_fp8_quant` per token, `cutlass_scaled_mm`
 
 Each kernel does the same as a class of vLLM, for example MacheteLinearKernel (vllm/model_executor/kernels/linear/). It
-supports a layer only if vLLM on this machine would use that class. vLLM 0.24.0 and 0.29.0 have the same arguments for
-these operators. `qarl.vllm_versions` rejects releases with different arguments.
+supports a layer only if vLLM on this machine would use that class. Both supported releases have the same arguments for
+these operators, and `qarl.vllm_versions` rejects others.
 
 Engine and trainer can still differ in three ways that this module cannot detect:
 
@@ -374,10 +374,8 @@ class VllmCutlassFP8Linear(_CutlassLinear):
 
     @staticmethod
     def unavailable(device: torch.device, shape: tuple[int, int]) -> str | None:
-        if os.environ.get("VLLM_TEST_FORCE_FP8_MARLIN", "").strip().lower() in (
-            "1",
-            "true",
-        ):  # as vLLM 0.24 reads it
+        forced = os.environ.get("VLLM_TEST_FORCE_FP8_MARLIN", "")
+        if forced.strip().lower() in ("1", "true"):  # as vllm/envs.py reads it
             return "VLLM_TEST_FORCE_FP8_MARLIN is set"
         why_not = why_not_here(device, "cutlass_scaled_mm", capability=(8, 9))
         return why_not or _off_the_tiles(shape) or _disabled("CutlassFP8ScaledMMLinearKernel")

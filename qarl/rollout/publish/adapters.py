@@ -122,7 +122,7 @@ class EngineAdapter:
         """Publish an adapter like `adapter` with a large random B. Then the engine has no current one.
 
         `version`: what errors name. `log_prob`: that of the likeliest token after `PROBE`, with vLLM's request for an
-        adapter or with None. Raise UserError if the two are equal. They are asked for one by one: in a batch vLLM 0.29
+        adapter or with None. Raise UserError if the two are equal. They are asked for one by one: in a batch vLLM
         on a CPU gives the adapter to all."""
         generator = torch.Generator().manual_seed(0)
 

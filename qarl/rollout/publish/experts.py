@@ -14,9 +14,9 @@ experts, and copy it back. Here the stacks are written as vLLM would have stored
     Marlin      `qarl.kernels.int4` permutes codes and scales. The workspace, which a slept engine has lost too, is set
                 to zero, as at the start.
 
-This holds for vLLM 0.24.0 and 0.29.0 (tests/gpu_stack/test_publish.py, test_write_experts.py). Every other class,
-backend or layout is reloaded, from whole stacks (`reload`): FlashInfer's backends swap gate and up, DeepGEMM's and
-AMD's change numbers or scales, and a padded parameter has another shape.
+This holds for both supported releases of vLLM (tests/gpu_stack/test_publish.py, test_write_experts.py). Every other
+class, backend or layout is reloaded, from whole stacks (`reload`): FlashInfer's backends swap gate and up, DeepGEMM's
+and AMD's change numbers or scales, and a padded parameter has another shape.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ UNCHANGED: _Table = {
 }
 """Name of vLLM's class -> its attribute with the backend, and the backends that read the stacks as they are loaded."""
 MARLIN: _Table = {
-    "CompressedTensorsWNA16MarlinMoEMethod": ("wna16_backend", ("MARLIN",)),  # vLLM 0.24
-    "CompressedTensorsWNA16MoEMethod": ("wna16_backend", ("MARLIN",)),  # vLLM 0.29
+    "CompressedTensorsWNA16MarlinMoEMethod": ("wna16_backend", ("MARLIN",)),  # the older release
+    "CompressedTensorsWNA16MoEMethod": ("wna16_backend", ("MARLIN",)),  # the newer release
 }
 
 

@@ -3,8 +3,8 @@
 A captured graph reads and writes raw addresses: those of parameters and buffers, and those of tensors that vLLM keeps
 in other objects, for example `MarlinLinearKernel.workspace`. vLLM's layerwise reload copies parameters and buffers into
 their old storage. But it also calls `process_weights_after_loading` again, which may assign a new tensor to any other
-attribute. Python frees the old tensor, and the graph then uses memory that belongs to something else. In vLLM 0.24
-this happens to the workspace of every Marlin layer. vLLM 0.29 reuses the workspace (vllm-project/vllm#48438).
+attribute. Python frees the old tensor, and the graph then uses memory that belongs to something else. In the older
+supported release this happens to the workspace of every Marlin layer (vllm-project/vllm#48438).
 
 So `addresses_kept` puts the old tensors back after a reload, with the new values (Marlin's workspace: zeros), and
 `moved` finds the tensors that are not at their old address at the end of a publish.

@@ -1,6 +1,6 @@
 """Tensor parallelism: the part of a whole published tensor that one worker of an engine writes.
 
-The parts are those of vLLM's own weight loaders (vllm 0.29.0: model_executor/layers/linear.py,
+The parts are those of vLLM's own weight loaders (vllm/model_executor/layers: linear.py,
 vocab_parallel_embedding.py, fused_moe/routed_experts.py):
 
     column-parallel    the worker's share of the output channels, for weight, scale and bias

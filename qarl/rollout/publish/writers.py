@@ -9,7 +9,7 @@
   permanently (`ReloadFailed`). CUDA graphs need the other tensors of the module at their old addresses too
   (`qarl.rollout.publish.graph_addresses`).
 
-After a layerwise reload, W8A8 layers on CPU return NaN (vLLM 0.29 and 0.32). Their oneDNN handler keeps the raw address
+After a layerwise reload, W8A8 layers on CPU return NaN. Their oneDNN handler keeps the raw address
 of the scales (csrc/cpu/dnnl_helper.cpp), but the reload frees the scales. So these layers are written directly or
 refused.
 
@@ -400,7 +400,7 @@ def refresh_tied_layers(model: nn.Module) -> None:
     """Pack the weights of tied layers again. Call this after a publish.
 
     On CPU, vLLM packs each weight once, at load. A publish has no tensor for a tied lm_head, so without this function
-    lm_head would keep multiplying by the old weight (seen in vLLM 0.29, also after its own reload).
+    lm_head would keep multiplying by the old weight (seen also after vLLM's own reload).
     """
     sharing: dict[int, list[nn.Module]] = {}
     for module in model.modules():

@@ -1,6 +1,6 @@
 """QaRL's publish as a transfer engine of vLLM: `WeightTransferConfig(backend="qarl")`.
 
-QaRL adds its transfer engine to vLLM 0.29's registry (vllm/distributed/weight_transfer). vLLM's own transfer engines
+QaRL adds its transfer engine to vLLM's registry (vllm/distributed/weight_transfer). vLLM's own transfer engines
 load BF16 weights by layerwise reload. QaRL's receives the stream of `qarl.rollout.remote.wire` over TCP
 (`qarl.rollout.remote.sockets`), with the same manifest, checksums, versions and deltas as any publish.
 
@@ -29,8 +29,7 @@ reason in their answers. vLLM's interface has four gaps:
 
 `update_weights` is overridden because the base class synchronizes an accelerator, which a CPU lacks.
 
-According to vLLM 0.24's source, that version cannot run this engine. It passes neither the config nor the start and end
-of an update to a transfer engine, and its worker begins a layerwise reload of the whole model too early.
+The older supported release cannot run this engine (`qarl.vllm_versions.transfer_factories`).
 """
 
 from __future__ import annotations

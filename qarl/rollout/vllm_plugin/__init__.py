@@ -1,6 +1,6 @@
 """QaRL's plugin for vLLM. vLLM loads it in each of its processes through the entry point `vllm.general_plugins`.
 
-On a CPU, the plugin adds four things that vLLM 0.29 lacks:
+On a CPU, the plugin adds four things that vLLM lacks:
 
 - W4A16, W8A8 and FP8 experts, in the format of compressed-tensors. They are multiplied by the same function as in the
   trainer (`qarl.kernels.cpu.vllm_experts`).

@@ -1,4 +1,4 @@
-"""W8A8 linears with adapters on a CPU. vLLM 0.29 alone cannot start such an engine.
+"""W8A8 linears with adapters on a CPU. vLLM alone cannot start such an engine.
 
 vLLM's kernel packs the int8 weight into an oneDNN handler and sets the layer's weight to None. Its LoRA wrapper then
 asks that weight for its device, and fails. The class here leaves an empty tensor. It multiplies as vLLM's kernel does.

@@ -8,8 +8,8 @@ The parameters of low-bit experts have the same names and shapes as vLLM's own: 
 and `w2_*` [E, H, ...], in checkpoint format. After loading they are emptied, because the kernel uses its own packed
 copy. vLLM's layerwise reload restores their shapes before it loads new weights.
 
-The plugin was run with vLLM 0.29.0. The source of vLLM 0.24.0 has the same RoutedExperts, but no class
-CPUUnquantizedExperts, so importing this module fails there. These internals of vLLM are used:
+The plugin runs with the vLLM of requirements/cpu.lock. `qarl.vllm_versions` says why an older one cannot import this
+module. These internals of vLLM are used:
 
     register_quantization_config, get_quantization_config
         a config registered under a built-in name replaces vLLM's
@@ -323,7 +323,7 @@ def scheme_of_weights(operand_args: Mapping[str, Any]) -> Scheme | None:
 class RepairedUnquantizedMethod(UnquantizedFusedMoEMethod):
     """BF16 experts that report their routing, whose outputs are right after a reload, and that run beside adapters.
 
-    vLLM 0.29 packs weights for its CPU operator only at the first load. After any later load the operator reads
+    vLLM packs weights for its CPU operator only at the first load. After any later load the operator reads
     unpacked weights as if they were packed, and returns wrong outputs without an error. In an engine with adapters it
     chooses Triton's experts on a CPU too, whose routing does not exist there. No adapter of QaRL's is on experts."""
 

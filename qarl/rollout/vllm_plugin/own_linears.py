@@ -1,6 +1,6 @@
 """QaRL's own linear kernels in vLLM, for `quant.kernels` = qarl or dequantized.
 
-`register_linear_kernel` adds three classes to the kernels that vLLM chooses from. vLLM 0.24 and 0.29 have the same
+`register_linear_kernel` adds three classes to the kernels that vLLM chooses from. Both supported releases have the same
 function, base classes and layer configs. A class supports a layer only if the engine was started with
 `engine_arguments`, so other engines in the same process are not affected. vLLM tries its own kernels first, so
 `own_kernels_only` disables them while the engine starts (environment variable VLLM_DISABLED_KERNELS).

@@ -77,7 +77,7 @@ test-slow: model model-moe $(VENV)/trl
 	$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m slow
 	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -m slow tests/integration/trl_backend
 
-# The GPU lock on a machine without a GPU, in another virtual environment (docs/gpu.md).
+# The GPU lock on a machine without a GPU, in another virtual environment (docs/do/gpu.md).
 GPU_VENV ?= .venv-gpu
 test-gpu-stack:
 	$(MAKE) setup STACK=gpu VENV=$(GPU_VENV)

@@ -1,6 +1,6 @@
 """A task of your own: sort ten digits. `qarl warm-start examples/own_task.py` makes a model and data for it.
 
-docs/own_task.md explains the four functions.
+docs/learn/own_task.md explains the four functions.
 """
 
 

@@ -5,7 +5,7 @@ usage: qarl train config=NAME.yaml [KEY=VALUE ...]
 
 NAME is a path, or the name of a file in ./configs or of a shipped config. Each KEY=VALUE overrides
 the file; values are YAML. dry_run=true checks the config, prints it and stops.
-docs/config_reference.md describes every key. `python -m qarl.train` is the same command.
+docs/lookup/config_reference.md describes every key. `python -m qarl.train` is the same command.
 
 exit codes:
   0    the run ended

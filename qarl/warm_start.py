@@ -2,7 +2,7 @@
 
 usage: qarl warm-start my_task.py [KEY=VALUE ...]
 
-my_task.py has four functions, draw, prompt, answer and reward; docs/own_task.md has an example of twenty
+my_task.py has four functions, draw, prompt, answer and reward; docs/learn/own_task.md has an example of twenty
 lines. A Qwen3 of 0.9M parameters learns the task from scratch by supervised learning, until it writes
 some answers right. In the working folder it writes models/tiny-MY_TASK, data/MY_TASK and MY_TASK.yaml,
 which `qarl train config=MY_TASK.yaml` runs. A MY_TASK.yaml that exists stays as it is. If nothing has

@@ -1,6 +1,7 @@
-"""Write the predicted tables of docs/benchmarks.md and docs/lora.md: `python scripts/plan_tables.py docs/lora.md`.
+"""Write the predicted tables of docs/lookup/results/benchmarks.md and docs/do/lora.md.
 
-A table stands between `<!-- plan: NAME -->` and `<!-- /plan -->`.
+`python scripts/plan_tables.py docs/do/lora.md` writes those of one page. A table
+stands between `<!-- plan: NAME -->` and `<!-- /plan -->`.
 
     speed    time of a step by model, scheme and level relative to BF16, beside arXiv 2604.07853 (figures 9b and 11)
     phases   Qwen3-30B-A3B with long responses, by phase

@@ -4,7 +4,7 @@
     python -m benchmarks.proofs top_p                        measures what benchmarks/results/top_p_cpu.json lacks
     python -m benchmarks.proofs top_p --again                measures everything again
     python -m benchmarks.proofs top_p --check schemes=w4a16  measures into runs/proofs, and compares with the file
-    python -m benchmarks.proofs --index                      writes docs/results.md
+    python -m benchmarks.proofs --index                      writes docs/lookup/results/index.md
 
 The exit code is 1 if a row does not show what the proof says, or with --check if it differs from the committed one.
 """
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", choices=[*proofs(), None], metavar="NAME")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="parameters of the proof")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--index", action="store_true", help="write docs/results.md")
+    parser.add_argument("--index", action="store_true", help="write docs/lookup/results/index.md")
     parser.add_argument("--check", action="store_true", help="compare with the committed file")
     parser.add_argument("--output", type=Path, help="another file to write and to continue")
     parser.add_argument("--only", default="", metavar="PATTERN", help="of the names of rows")

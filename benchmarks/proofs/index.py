@@ -1,15 +1,17 @@
-"""docs/results.md, written from the registry and the results: `python -m benchmarks.proofs --index`."""
+"""docs/lookup/results/index.md, written from the registry and the results: `python -m benchmarks.proofs --index`."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from benchmarks.proofs.harness import ROOT
 from benchmarks.proofs.registry import RESULTS, Result, results
 
-PAGE = ROOT / "docs" / "results.md"
+DOCS = ROOT / "docs"
+PAGE = DOCS / "lookup/results/index.md"
 HEAD = """\
 # Results
 
@@ -35,10 +37,14 @@ def _line(result: Result) -> str:
     date, commit = measured(RESULTS / result.file)
     date = date or result.date
     commit = commit[:7] if commit else f"{result.commit}*"
-    name = result.page.removesuffix(".md") if result.page.startswith("..") else result.page
-    page = f"[{Path(name).name}]({result.page})"
-    file = f"[{result.file}](../benchmarks/results/{result.file})"
+    page = f"[{Path(result.page).name}]({_link(DOCS / result.page)})"
+    file = f"[{result.file}]({_link(RESULTS / result.file)})"
     return f"| {file} | {result.shows} | `{result.command}` | {date} | {commit} | {page} |"
+
+
+def _link(file: Path) -> str:
+    """The address of a file, as the page links to it."""
+    return os.path.relpath(file, PAGE.parent)
 
 
 def measured(file: Path) -> tuple[str | None, str | None]:

@@ -8,7 +8,7 @@ three departures from verl:
 - `rollout_is_mode` names the mode of a weight. In verl the form of a threshold selects IcePop.
 - `rollout_rs_ratio` chooses the ratio of a rejection (arXiv 2605.14220, section 4.2). In verl `bypass_mode` decides.
 
-docs/objectives.md has the formula and the source of every value.
+docs/understand/objectives.md has the formula and the source of every value.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ class ActorConfig(ObjectiveKeys):
     old_log_probs: Literal["recompute", "rollout", "auto"] = "auto"
     """Where the old log-probs come from. `recompute`: a forward over the batch before the update. `rollout`: the
     rollout's own. `auto`: the rollout's own while they equal the trainer's in every bit, which each step checks
-    (docs/alignment.md), otherwise as `recompute`. With rollout.top_p or rollout.top_k `auto` always recomputes, and
-    `rollout` is refused."""
+    (docs/understand/alignment.md), otherwise as `recompute`. With rollout.top_p or rollout.top_k `auto` always
+    recomputes, and `rollout` is refused."""
 
     old_log_probs_sample: Annotated[float, Unit("share of the rows"), Sane(0.01, 1.0)] = Field(
         default=0.125, ge=0, le=1

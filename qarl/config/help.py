@@ -1,7 +1,7 @@
 """Describe every config key: its meaning, values, unit and default, read from the schema.
 
 `config_help` makes the text of `qarl train --help`. scripts/config_page.py writes the same facts to
-docs/config_reference.md, from `key_table`.
+docs/lookup/config_reference.md, from `key_table`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ def _outside(section: Any, prefix: str = "") -> Iterator[UserError]:
 
 
 def _together(config: Config) -> Iterator[UserError]:
-    """Yield combinations of values that make no sense. docs/ablations.md has the eight runs of the last one."""
+    """Yield combinations of values that make no sense.
+
+    docs/lookup/results/ablations.md has the eight runs of the last one."""
     actor = config.actor
     prompts = config.data.train_batch_size
     updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs

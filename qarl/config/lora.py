@@ -37,7 +37,7 @@ PEFT_NAMES = {"lora_dropout": "dropout", "lora_bias": "bias", "lora_alpha": "alp
 class LoraConfig(Section):
     """Adapters (LoRA) on a frozen base: only two small matrices per linear are trained and published.
 
-    docs/lora.md has the gain in memory and bytes, and the learning rate."""
+    docs/do/lora.md has the gain in memory and bytes, and the learning rate."""
 
     r: Rank | None = 0
     """Rank of the adapters, one of vLLM's. 0 or null: no adapters, all weights are trained."""

@@ -17,7 +17,7 @@ class OptimConfig(Section):
     """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else. The paper uses Muon."""
 
     lr: Annotated[float, Sane(1e-9, 1e-2)] = Field(default=1e-6, ge=0)
-    """AdamW's peak learning rate. The default is the value that the paper gives for Muon (docs/paper_runs.md)."""
+    """AdamW's peak learning rate. The default is the value that the paper gives for Muon (docs/do/paper_runs.md)."""
 
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), strict=False)
     """AdamW's decay rates of the first and second moment."""

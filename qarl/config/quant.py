@@ -42,7 +42,7 @@ class QuantConfig(Section):
     kernels on both sides. On a GPU these are for w4a16, w8a8 and fp8, and on a CPU for w4a8, which vLLM cannot compute.
     `dequantized`: for w4a16 on a CPU, dequantize the weights after each publish and multiply in BF16 on both sides.
     This is for debugging and for small machines, and is no low-bit rollout. Only `engine` supports backend=verl and
-    mixtures of experts (docs/alignment.md)."""
+    mixtures of experts (docs/understand/alignment.md)."""
 
     mismatch_limit: Annotated[float | None, Unit("nats per token"), Sane(0.0, 5.0)] = Field(
         default=None, ge=0

@@ -58,7 +58,7 @@ class ModelConfig(Section):
 
     dtype: Literal["bf16", "fp16"] = "bf16"
     """Dtype of weights and activations in trainer and engine. `fp16` is 8 times as precise as `bf16`, but its largest
-    number is 65504 and small gradients become 0, so the loss is scaled (docs/alignment.md). `fp16` requires
+    number is 65504 and small gradients become 0, so the loss is scaled (docs/understand/alignment.md). `fp16` requires
     backend=local, quant.scheme=bf16 (unquantized) and optim.master_dtype=fp32."""
 
     head_dtype: Literal["model", "fp32"] = "model"

@@ -95,7 +95,7 @@ def load_task(request: WarmStart) -> Task:
     """Return the task that the file defines, after one problem was tried. Raise UserError if something is missing."""
     if request.file.suffix != ".py" or request.file.is_dir():
         what = f"{request.file} is {'a folder' if request.file.is_dir() else 'no Python file'}"
-        fix = "give the task's file, such as my_task.py; docs/own_task.md has an example"
+        fix = "give the task's file, such as my_task.py; docs/learn/own_task.md has an example"
         raise UserError(what, where="the task's file", fix=fix)
     if not re.fullmatch(NAME, request.file.stem):
         why = "the task has the name of its file, and so have its model, data, config and run"
@@ -105,7 +105,7 @@ def load_task(request: WarmStart) -> Task:
         )
     module = load_module(str(request.file), where="the task's file")
     if missing := [name for name in FUNCTIONS if not callable(getattr(module, name, None))]:
-        fix = f"define {', '.join(FUNCTIONS)}; docs/own_task.md has an example"
+        fix = f"define {', '.join(FUNCTIONS)}; docs/learn/own_task.md has an example"
         raise UserError(f"the task has no function {missing[0]}", where=str(request.file), fix=fix)
     truth = getattr(module, "truth", module.answer)
     functions = (module.draw, module.prompt, module.answer, truth, module.reward)

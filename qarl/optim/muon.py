@@ -14,7 +14,7 @@ N / K)). So an update with learning rate lr (`optim.muon_lr`) has
     spectral norm       lr * sqrt(max(1, N / K)) * (1.05 to 1.2)
     root mean square    lr / sqrt(K) * (0.8 to 0.95) over the elements, for every N
 
-docs/paper_runs.md compares this lr with the paper's 1e-6.
+docs/do/paper_runs.md compares this lr with the paper's 1e-6.
 
 Under FSDP2 each rank orthogonalizes some of the matrices. With R ranks, R matrices are handled at a time. Each rank
 receives the rows of one matrix from all ranks, orthogonalizes it, and sends every rank its rows of the update. Both

@@ -1,7 +1,7 @@
 """The keys of TBPO. The defaults are the paper's values (arXiv 2604.07853, appendix B).
 
 `qarl.config` takes defaults and bounds of these keys from here, because this package imports neither torch nor any
-other part of QaRL. The meaning of each key is in docs/config_reference.md.
+other part of QaRL. The meaning of each key is in docs/lookup/config_reference.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     from qarl.trl import QaRLConfig, QaRLTrainer
 
-docs/trl.md says what changes for a TRL user. Importing this package does not import TRL; using a name does.
+docs/learn/trl.md says what changes for a TRL user. Importing this package does not import TRL; using a name does.
 """
 
 from __future__ import annotations
@@ -20,5 +20,5 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "trl":
             raise
-        what = "TRL is not installed: pip install 'qarl[trl]' in an environment without verl (docs/trl.md)"
+        what = "TRL is not installed: pip install 'qarl[trl]' in an environment without verl (docs/learn/trl.md)"
         raise ModuleNotFoundError(what, name="trl") from error

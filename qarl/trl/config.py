@@ -69,7 +69,7 @@ _OwnKeys: Any = make_dataclass("_OwnKeys", _own_fields(), bases=(GRPOConfig,))
 
 @dataclass
 class QaRLConfig(_OwnKeys):
-    """Settings of a `QaRLTrainer`. `RUN_KEYS` maps QaRL's keys (docs/config_reference.md) to these fields."""
+    """Settings of a `QaRLTrainer`. `RUN_KEYS` maps QaRL's keys (docs/lookup/config_reference.md) to these fields."""
 
     loss_type: str = field(
         default="tbpo", metadata={"help": "tbpo, or one of TRL's losses on quantized rollouts."}

@@ -1,4 +1,4 @@
-"""Adapters in verl's actor: a frozen base on every rank, A and B sharded by FSDP2 (docs/lora.md).
+"""Adapters in verl's actor: a frozen base on every rank, A and B sharded by FSDP2 (docs/do/lora.md).
 
     before FSDP2      layer by layer every rank gets the first rank's weights, quantizes them and frees the BF16 ones
     FSDP2             shards what is left: A and B in FP32, and frozen in BF16 embeddings, norms and unquantized linears

@@ -30,7 +30,7 @@ CORRECTION = "actor_rollout_ref.actor.policy_loss.correction"
 OPEN = ("ray_kwargs.ray_init", "transfer_queue", "hydra", QUANT, CORRECTION)
 """Sections with defaults of which every key is passed on. The last two are checked by their own classes."""
 PLACES = {
-    "lora": f"+{QUANT}.lora={{r: 32}}, with vLLM's enable_lora (docs/verl.md has the whole command)",
+    "lora": f"+{QUANT}.lora={{r: 32}}, with vLLM's enable_lora (docs/do/verl.md has the whole command)",
     "quant": f"{QUANT}.KEY",
     "actor": "actor_rollout_ref.actor.KEY, or TBPO's bands as actor_rollout_ref.actor.policy_loss.KEY",
     "rollout": "actor_rollout_ref.rollout.KEY",

@@ -44,7 +44,7 @@ class QaRLPolicyLossConfig(_LossKeys):
     loss_mode     `tbpo`, or `qarl` for any other objective
     objective     QaRL's `actor.loss`, used if `loss_mode` is `qarl`
     correction    QaRL's section `rollout_correction`
-    other keys    those of the section `actor` (docs/config_reference.md)
+    other keys    those of the section `actor` (docs/lookup/config_reference.md)
 
     verl's actor config already has `loss_agg_mode`, `clip_ratio_*`, `tau_*` and `loss_scale_factor`.
     """

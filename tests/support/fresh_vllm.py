@@ -25,7 +25,7 @@ for line in sys.stdin:
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()  # without it vLLM's kernels end with an illegal instruction
     folder, prompts, max_tokens, max_model_len, adapter = json.loads(line)
-    lora, request = {}, None  # as docs/lora.md advises
+    lora, request = {}, None  # as docs/do/lora.md advises
     if adapter:
         from vllm.lora.request import LoRARequest
         targets = json.load(open(adapter + "/adapter_config.json"))["target_modules"]

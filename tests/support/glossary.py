@@ -1,4 +1,4 @@
-"""The metrics that docs/glossary.md explains."""
+"""The metrics that docs/lookup/glossary.md explains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from checkout import ROOT
 
 def glossary_metrics() -> set[str]:
     """Full names: a name that begins with `_` or `/` replaces the end of the name before it."""
-    page = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/lookup/glossary.md").read_text(encoding="utf-8")
     names: set[str] = set()
     for row in re.findall(r"^\| (`[a-z_]+/.*?) \|", page, flags=re.MULTILINE):
         whole = ""

@@ -1,4 +1,5 @@
-"""The `qarl` command: help and version of every command, wrong ones, Ctrl-C at any moment; docs/config_reference.md."""
+"""The `qarl` command: help and version of every command, wrong ones, Ctrl-C at any moment, and
+docs/lookup/config_reference.md."""
 
 from __future__ import annotations
 

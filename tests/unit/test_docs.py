@@ -17,7 +17,7 @@ from benchmarks.proofs.registry import proofs, results
 from qarl.verl.run import RENAMED
 
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
-PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 RESULTS = ROOT / "benchmarks/results"
 _CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -96,7 +96,9 @@ def test_every_metric_has_a_row_in_the_glossary() -> None:
 def test_bare_names_in_the_layout_table_are_files() -> None:
     """`schema.py` in the row of `qarl/config/` is qarl/config/schema.py."""
     rows = re.findall(
-        r"^\| `(qarl/\w+/)` \| (.*) \|$", text_of(ROOT / "docs/architecture.md"), flags=re.MULTILINE
+        r"^\| `(qarl/\w+/)` \| (.*) \|$",
+        text_of(ROOT / "docs/understand/architecture.md"),
+        flags=re.MULTILINE,
     )
     assert len(rows) > 8
     named = {
@@ -109,9 +111,9 @@ def test_bare_names_in_the_layout_table_are_files() -> None:
 
 
 def test_every_unconfirmed_claim_names_code_and_a_test_that_are_there() -> None:
-    """docs/gpu.md: a test of tests/gpu, or parts of scripts/gpu_parts.py. Every other test of tests/gpu has passed on a
-    device."""
-    text = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    """docs/do/gpu.md: a test of tests/gpu, or parts of scripts/gpu_parts.py. Every other test of tests/gpu has
+    passed on a device."""
+    text = (ROOT / "docs/do/gpu.md").read_text(encoding="utf-8")
     table = text.split("<!-- unconfirmed -->")[1].split("<!-- /unconfirmed -->")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]

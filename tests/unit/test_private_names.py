@@ -1,4 +1,5 @@
-"""docs/architecture.md lists every private name of vLLM, verl and transformers that the sources use, and its files."""
+"""docs/understand/architecture.md lists every private name of vLLM, verl and transformers that the sources use, and
+its files."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def used() -> dict[str, set[str]]:
 
 def listed() -> list[tuple[list[str], list[str], list[str]]]:
     """The table's rows: names, files, and tests."""
-    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/understand/architecture.md").read_text(encoding="utf-8")
     section = text.split(HEADING)[1].split("\n## ")[0]
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
     return [tuple(re.findall(r"`([^`]+)`", row[cell]) for cell in (0, 1, 3)) for row in rows]  # type: ignore[misc]  # three cells

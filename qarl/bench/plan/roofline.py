@@ -3,7 +3,7 @@
 On GPUs some terms come on top (`TERMS`): the bytes that products do not move, as counted (`qarl.bench.plan.traffic`),
 and what a decode step takes beside its products and its KV cache, which is estimated (`qarl.bench.plan.assumptions`).
 Launches of a pass, copies out of the gather's buffer and changes of an int4 layout have no term: they take at most 2%
-of a step of the models in docs/benchmarks.md.
+of a step of the models in docs/lookup/results/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every objective, weight, rejection and average on responses of two or three tokens, against numbers worked by hand.
 
 A response has old log-probs of -1. `r` are the ratios of its tokens to the old policy, r_corr those of the old policy
-to the rollout. A token's loss has the formula of docs/objectives.md, and so of the paper that is named there. The
-losses are verl's own functions, except tbpo, so each row also compares verl with the paper.
+to the rollout. A token's loss has the formula of docs/understand/objectives.md, and so of the paper that is named
+there. The losses are verl's own functions, except tbpo, so each row also compares verl with the paper.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Adapters in verl: the FSDP2 engine on one and two ranks against the local backend, the server that names the adapter
-of each request, and whole runs (docs/lora.md)."""
+of each request, and whole runs (docs/do/lora.md)."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def test_a_run_has_no_mismatch_and_a_fresh_vllm_loads_its_export(
     export = check_run(tmp_path, Path(model), data, changes) / "export"
     if (
         scheme != "w8a8" or torch.cpu._is_amx_tile_supported()
-    ):  # else plain vLLM does not start (docs/lora.md)
+    ):  # else plain vLLM does not start (docs/do/lora.md)
         assert all(sampled(export))
 
 

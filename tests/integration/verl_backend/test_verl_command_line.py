@@ -140,7 +140,7 @@ def test_adapters_are_four_conflicts_at_once_and_the_command_of_the_docs_has_non
     assert len(keys) == 4
     (command,) = (
         block
-        for block in re.findall(r"```\n(.*?)```", (ROOT / "docs/verl.md").read_text(), re.DOTALL)
+        for block in re.findall(r"```\n(.*?)```", (ROOT / "docs/do/verl.md").read_text(), re.DOTALL)
         if "quant.lora=" in block
     )
     words = shlex.split(command.replace("\\\n", " "))

@@ -1,4 +1,4 @@
-"""Every metric of the two backends on one recorded batch, against the table of docs/verl.md."""
+"""Every metric of the two backends on one recorded batch, against the table of docs/do/verl.md."""
 
 from __future__ import annotations
 

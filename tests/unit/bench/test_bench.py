@@ -173,7 +173,7 @@ def test_json_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 PAGES = [
     "README.md",
-    *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*.md"))),
+    *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))),
 ]
 
 

@@ -277,14 +277,15 @@ def test_a_plan_for_a_mixture_of_experts(
 
 @pytest.mark.long
 def test_the_pages_show_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables that scripts/plan_tables.py makes, and the commands that docs/benchmarks.md names."""
+    """The tables that scripts/plan_tables.py makes, and the commands that docs/lookup/results/benchmarks.md names."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     tables, replace = (
         importlib.import_module("plan_tables"),
         importlib.import_module("bench_table").replace_tables,
     )
     page, adapters = (
-        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("benchmarks.md", "lora.md")
+        (ROOT / "docs" / name).read_text(encoding="utf-8")
+        for name in ("lookup/results/benchmarks.md", "do/lora.md")
     )
     assert all(replace(text, "plan", tables.table) == text for text in (page, adapters))
     assert re.findall(r"<!-- plan: (\w+) -->", page + adapters) == list(tables.TABLES)

@@ -128,7 +128,7 @@ def test_verl_gets_the_same_values(config: Config) -> None:
 
 
 def test_the_page_shows_the_same_table() -> None:
-    """docs/paper_runs.md: the paper's key and value, and each config's, in bold if it is another."""
+    """docs/do/paper_runs.md: the paper's key and value, and each config's, in bold if it is another."""
     configs = {name: load_config([f"config={path_of(name)}"]) for name in MODELS}
     expected = []
     for row in TABLE:
@@ -157,7 +157,7 @@ def cell(row: Row, value: Any) -> str:
 
 def page_table(first: str) -> list[list[str]]:
     """The rows of the page's table whose first heading is `first`."""
-    page = (ROOT / "docs" / "paper_runs.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/do/paper_runs.md").read_text(encoding="utf-8")
     lines = page.partition(f"\n| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
     return [[text.strip() for text in line.strip().strip("|").split("|")] for line in lines]
 

@@ -1,4 +1,5 @@
-"""Each row of the table of recipes and baselines in docs/paper_runs.md: its dry run, and what it says of the config."""
+"""Each row of the table of recipes and baselines in docs/do/paper_runs.md: its dry run, and what it says of
+the config."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from qarl.doctor.model import TIGHT
 from qarl.kernels.cuda.vllm_linears import VllmMarlinLinear
 from qarl.kernels.triton.linears import TritonW4A16Linear
 
-PAGE = (ROOT / "docs/paper_runs.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/do/paper_runs.md").read_text(encoding="utf-8")
 LINES = PAGE.partition("\n| hardware |")[2].partition("\n\n")[0].splitlines()[2:]
 ROWS = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in LINES]
 ON_GPU = [row for row in ROWS if "CPU" not in row[0]]

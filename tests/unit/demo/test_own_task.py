@@ -1,4 +1,4 @@
-"""`qarl warm-start`: docs/own_task.md as a reader follows it, and tasks that are wrong."""
+"""`qarl warm-start`: docs/learn/own_task.md as a reader follows it, and tasks that are wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qarl.data.rewards import get_reward_fn
 from qarl.demo.own_task import warn_if_far_below
 from qarl.demo.tiny_model import QUICKSTART, RECORD, Recipe
 
-PAGE = (ROOT / "docs/own_task.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/learn/own_task.md").read_text(encoding="utf-8")
 SMALL = ["steps=2", "train_size=40", "test_size=8"]
 
 

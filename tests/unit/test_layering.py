@@ -26,6 +26,7 @@ LAYERS = (
     ("process", "console", "vllm_versions", "schemes", "plugins"),
     ("tbpo",),
     ("config", "kernels"),
+    ("side_packages",),
     ("data", "objectives", "quant", "optim"),
     ("lora",),
     ("align", "rollout"),
@@ -214,5 +215,5 @@ def test_every_package_is_packaged() -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in FILES}
     assert sorted(pyproject["tool"]["setuptools"]["packages"]) == sorted(
-        packages | {"qarl.configs", "qarl.examples"}
+        packages | {"qarl.configs", "qarl.examples", "qarl.requirements"}
     )

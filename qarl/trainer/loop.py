@@ -27,7 +27,6 @@ from qarl.trainer.local import LocalTrainer
 from qarl.trainer.prepare import RunParts, check_inputs, load_parts, prepare_run
 from qarl.trainer.probe import probe
 from qarl.trainer.resume import open_run
-from qarl.trainer.run_lock import check_free
 
 _SKIPPED = "because the gradient was NaN or Inf; if this continues, lower optim.lr or look at mismatch/abs_max"
 _OVERFLOWED = (
@@ -82,7 +81,6 @@ class Stop:
 def train_in_run_folder(config: Config, *, started: float) -> dict[str, Any]:
     """Make all checks and load the weights. Only then change the run folder, and call `train`, with the checkpoint if
     the run resumes."""
-    check_free(config.run_dir)
     inputs = check_inputs(config)
     parts: list[RunParts] = []
 

@@ -5,9 +5,9 @@
                         resume_path  resume from the checkpoint trainer.resume_from_path; if an interrupted run of this
                                      name already started from it, resume from the newest checkpoint of that run
 
-A run is finished if its summary says that it reached `total_training_steps` and that everything was written. A lock
-allows only one process at a time in a run folder. The system releases the lock when the process ends. verl has the
-same three modes, but it resumes with any config, and from any folder with the right name, even an incomplete one.
+A run is finished if its summary says that it reached `total_training_steps` and that everything was written. verl
+has the same three modes, but it resumes with any config, and from any folder with the right name, even an incomplete
+one.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def open_run(
         )
         if not start.stays_in(run_dir):
             fresh_run_dir(run_dir)
-    with lock_run(run_dir, create=True):
+    with lock_run(run_dir):  # of the new folder, if the earlier one was moved aside
         yield start.checkpoint
 
 

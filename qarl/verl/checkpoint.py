@@ -119,7 +119,7 @@ def open_verl_run(config: Config, record: Record | None = None) -> Iterator[int]
             _make_newest(run_dir, folder)
         else:
             fresh_run_dir(run_dir)
-    with lock_run(run_dir, create=True):
+    with lock_run(run_dir):  # of the new folder, if the earlier one was moved aside
         yield 0 if folder is None else step_of(folder)
 
 

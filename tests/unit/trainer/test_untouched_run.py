@@ -9,6 +9,7 @@ from checkpoint_state import interrupted_run
 from engine_helpers import config
 
 from qarl.train import main
+from qarl.trainer.run_lock import lock_run
 
 REFUSALS = {
     "training file": ("data.train_files=[nope.parquet]", "no such data file"),
@@ -21,7 +22,8 @@ REFUSALS = {
 
 
 def content(folder: Path) -> dict[str, tuple[int, bytes]]:
-    paths = [folder, *folder.rglob("*")]
+    """Return time and bytes of every file. The lock names the last process that has worked in the folder."""
+    paths = [folder, *(path for path in folder.rglob("*") if path.name != ".lock")]
     return {
         str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
         for path in paths
@@ -34,6 +36,8 @@ def content(folder: Path) -> dict[str, tuple[int, bytes]]:
 def test_a_refused_command_leaves_the_unfinished_run_as_it_is(tmp_path, capsys, refusal, backend):
     settings = config(tmp_path)
     interrupted_run(settings)
+    with lock_run(settings.run_dir):
+        pass
     before = content(tmp_path)
     override, message = REFUSALS[refusal]
     arguments = [

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from qarl.config import Config
 from qarl.config.demos import DEMO_HINT
+from qarl.data.git_lfs import refuse_pointers
 from qarl.data.rows import check_data_file
 from qarl.errors import UserError
 
@@ -44,6 +45,10 @@ TOKENIZER_FILES = (
     "spiece.model",
     "tekken.json",
 )
+
+
+_READ = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+"""Files of a model folder that are read. Others, such as weights in another format, may be pointers of git-lfs."""
 
 
 @functools.cache
@@ -131,19 +136,23 @@ def hf_config_or_carried(
 
 
 def check_files(config: Config) -> None:
-    """Raise UserError if the model's folder or a data file of `config` is missing. This is fast: no file is read."""
+    """Raise UserError if the model's folder or a data file of `config` is missing or a pointer of git-lfs. This is fast: no
+    large file is read."""
     check_model_folder(config.model.path)
     for file in (*config.data.train_files, *config.data.val_files):
         check_data_file(file)
 
 
 def check_model_folder(path: str) -> None:
+    """Raise UserError if `path` names a folder that is missing, or whose files are pointers of git-lfs."""
     looks_local = path.startswith((".", "/", "models/")) or (
         Path(path).parent.is_dir() and path.count("/") != 1
     )
     if not Path(path).is_dir() and looks_local:
         fix = f"give a Hugging Face folder; {DEMO_HINT}"
         raise UserError(f"there is no model folder {path!r}", where="model.path", fix=fix)
+    files = (file for pattern in _READ for file in sorted(Path(path).glob(pattern)))
+    refuse_pointers(files, where="model.path")
 
 
 def has_tokenizer(path: str) -> bool:

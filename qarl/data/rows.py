@@ -12,6 +12,7 @@ from typing import Any
 
 from qarl.config.demos import DEMO_HINT
 from qarl.data.columns import as_table
+from qarl.data.git_lfs import refuse_pointers
 from qarl.data.json_rows import cannot_read, read_json
 from qarl.errors import UserError
 
@@ -22,7 +23,7 @@ _MAGIC = b"PAR1"
 
 
 def check_data_file(file: str) -> None:
-    """Raise UserError if the data file is missing or of an unknown kind. The file is not read."""
+    """Raise UserError if the data file is missing, of an unknown kind, or a pointer of git-lfs. Its rows are not read."""
     path = Path(file)
     try:
         exists = path.is_file()
@@ -42,6 +43,7 @@ def check_data_file(file: str) -> None:
             why=f"the name must end in one of {', '.join((_PARQUET, *_JSON))}",
             fix="convert the file, or rename it if only its name is wrong",
         )
+    refuse_pointers([path], where="data.train_files / data.val_files")
 
 
 def read_rows(file: str) -> Sequence[Mapping[str, Any]]:

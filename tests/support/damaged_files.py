@@ -22,6 +22,11 @@ ACCENTED_LIST = json.dumps(ROWS, indent=1, ensure_ascii=False)
 LINES = [json.dumps(entry, ensure_ascii=False) for entry in ROWS]
 TEXT = "\n".join(LINES) + "\n"
 NESTED = 100_000
+POINTER = """version https://git-lfs.github.com/spec/v1
+oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
+size 988097824
+"""
+"""What `git clone` without git-lfs leaves in place of a large file."""
 
 Write = Callable[[Path], object]
 
@@ -106,6 +111,12 @@ DAMAGED: dict[str, tuple[str, Write, list[str] | None]] = {
     ),
     "JSON named .parquet": ("x.parquet", write(TEXT), ["begins with", "ending"]),
     "Parquet named .jsonl": ("x.jsonl", parquet, ["Parquet", "ending"]),
+    "a pointer of git-lfs": ("x.jsonl", write(POINTER), ["git-lfs", "lfs pull", "x.jsonl"]),
+    "a pointer of git-lfs named .parquet": (
+        "x.parquet",
+        write(POINTER),
+        ["git-lfs", "lfs pull", "x.parquet"],
+    ),
     "a truncated last line": ("x.jsonl", write(TEXT[:-30]), ["line 2", "truncated"]),
     "a truncated list": ("x.json", write(json.dumps(ROWS)[:-30]), ["truncated"]),
     "CSV named .jsonl": (

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from bad_runs import EngineConstructed, Refusal, edit_model_config
+from damaged_files import POINTER
 from doctor_rig import examine, said
 
 from qarl.doctor.__main__ import main as doctor
@@ -20,7 +23,7 @@ def head_size(size: int) -> Callable[[], None]:
     return lambda: edit_model_config(head_dim=size)
 
 
-MODELS: dict[str, tuple[Callable[[], None], list[str]]] = {
+MODELS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "heads of 16": (head_size(16), ["heads of 16", "model.path", "32, 64, 80"]),
     "heads of 40": (head_size(40), ["heads of 40", "model.path", "32, 64, 80"]),
     "an unknown key": (
@@ -28,6 +31,11 @@ MODELS: dict[str, tuple[Callable[[], None], list[str]]] = {
         ["use_gated_attention=True", "config.json", "unknown key"],
     ),
 }
+for _file in ("model.safetensors", "tokenizer.json", "config.json"):
+    MODELS[f"a pointer of git-lfs in place of {_file}"] = (
+        partial(Path("model", _file).write_text, POINTER),
+        [_file, "git-lfs", "model.path", "lfs pull"],
+    )
 CONFIGS = [
     ("rollout.top_k=1", "would sample only the likeliest token"),
     ("rollout.top_p=1e-4", "all responses to a prompt would be the same"),
@@ -98,7 +106,6 @@ def test_a_warning(capsys: pytest.CaptureFixture[str], name: str) -> None:
 def test_a_vocabulary_that_is_larger_than_the_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
     """Only verl masks the other ids on one side. In one process both sides sample them."""
     import json
-    from pathlib import Path
 
     tokenizer = json.loads(Path("model/tokenizer.json").read_text())
     for token in ("t62", "t63"):

@@ -68,7 +68,9 @@ def run(config: Config, argv: Sequence[str]) -> int:
 
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     check_writable(config.run_dir)
-    with lock_run(config.run_dir):  # before the slow imports, so that of two starts one ends at once
+    with lock_run(
+        config.run_dir
+    ):  # before the slow imports, so that of two starts one ends at once
         summary = _train(config)
     print(
         summary_text(config.name, config.run_dir, summary, report=config.trainer.report, argv=argv)

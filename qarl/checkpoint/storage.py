@@ -273,10 +273,10 @@ def lines_of(path: Path) -> list[bytes]:
 
 
 def value_of(line: bytes) -> Any:
-    """Return the value of a line of JSON, or `DAMAGED` if it is torn or no JSON, such as the zeros that a power cut can
-    leave."""
+    """Return the value of a line of JSON, or `DAMAGED` if it is torn or no JSON in UTF-8, such as the zeros that a
+    power cut can leave."""
     try:
-        return json.loads(line.decode("utf-8", errors="replace"))
+        return json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
         return DAMAGED
 

@@ -136,8 +136,9 @@ def hf_config_or_carried(
 
 
 def check_files(config: Config) -> None:
-    """Raise UserError if the model's folder or a data file of `config` is missing or a pointer of git-lfs. This is fast: no
-    large file is read."""
+    """Raise UserError if the model's folder or a data file of `config` is missing, or a pointer of git-lfs.
+
+    This is fast: no large file is read."""
     check_model_folder(config.model.path)
     for file in (*config.data.train_files, *config.data.val_files):
         check_data_file(file)

@@ -1,6 +1,6 @@
 """Tells a pointer of git-lfs from the file that it stands for.
 
-`git clone` without git-lfs leaves such a pointer, a text of three lines, under the name of every large file. The format:
+`git clone` without git-lfs leaves such a pointer, a text of three lines, under the name of every large file. Format:
 https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 """
 

@@ -23,7 +23,7 @@ _MAGIC = b"PAR1"
 
 
 def check_data_file(file: str) -> None:
-    """Raise UserError if the data file is missing, of an unknown kind, or a pointer of git-lfs. Its rows are not read."""
+    """Raise UserError if the data file is missing, of an unknown kind or a pointer of git-lfs. Rows are not read."""
     path = Path(file)
     try:
         exists = path.is_file()

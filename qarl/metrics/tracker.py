@@ -221,8 +221,9 @@ def check_wandb_key() -> None:
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Return the objects of metrics.jsonl in order of `step`, one per step, with "nan" and "inf" as floats.
 
-    Damaged lines are skipped, and values of text that is no number. A step that was trained again replaces itself and
-    the steps after it. An evaluation alone, as verl makes one at a resume, is added to its step.
+    Damaged lines are skipped (`qarl.report.damage` names them), and values of text that is no number. A step that was
+    trained again replaces itself and the steps after it. An evaluation alone, as verl makes one at a resume, is added
+    to its step.
 
     Raises UserError if the file is missing.
     """
@@ -246,16 +247,6 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
-def damaged_lines(run_dir: Path) -> list[int]:
-    """Return the numbers of the lines of metrics.jsonl, counted from 1, that `read_metrics` skips."""
-    lines = lines_of(run_dir / METRICS_FILE)
-    return [
-        number
-        for number, line in enumerate(lines, start=1)
-        if line.strip() and _entry_of(line) is None
-    ]
-
-
 def forget_steps_after(run_dir: Path, last: int) -> None:
     """Remove the lines of metrics.jsonl whose step is after `last`. Damaged lines, and a missing file, stay so."""
     path = run_dir / METRICS_FILE
@@ -271,11 +262,15 @@ def forget_steps_after(run_dir: Path, last: int) -> None:
 
 
 def _entry_of(line: bytes) -> dict[str, Any] | None:
-    """Return the object in a line of metrics.jsonl, or None if the line is damaged: it has none, or no step."""
+    """Return the object in a line of metrics.jsonl, or None if the line is damaged."""
     entry = value_of(line)
-    step = entry.get("step") if isinstance(entry, dict) else None
-    is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= LAST_STEP
-    return entry if is_step else None
+    return entry if is_step(entry) else None
+
+
+def is_step(value: Any) -> bool:
+    """Return whether the value of a line of metrics.jsonl is what it should be: an object with a step."""
+    step = value.get("step") if isinstance(value, dict) else None
+    return isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= LAST_STEP
 
 
 def _read_value(value: Any) -> Any:

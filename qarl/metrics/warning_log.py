@@ -20,9 +20,16 @@ WARNINGS_FILE = "warnings.jsonl"
 ADVICE_AFTER = 5
 """After this number of training steps, a run recommends bands that would leave 5% of the responses outside."""
 NARROW = "narrow_bands"
+_SHOWN = {"since_step", "sign", "text", "remedy"}
+"""Keys of a warning sign that the report shows."""
 _ADVISED = "actor/band_p95_after_first"
 _FACTOR = "actor/band_factor_p95_after_first"
 _INSIDE = "actor/inside_band_frac_after_first"
+
+
+def is_warning(value: Any) -> bool:
+    """Return whether the value of a line of warnings.jsonl is what it should be: an object with all that is shown."""
+    return isinstance(value, dict) and value.keys() >= _SHOWN
 
 
 class WarningLog:

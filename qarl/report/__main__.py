@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from qarl.console import entry
+from qarl.console import entry, note
 from qarl.errors import UserError
 
 _EXAMPLE = "qarl report runs/NAME, or qarl report runs/A runs/B together=FILE.html"
@@ -42,8 +42,11 @@ def _main(argv: list[str]) -> int:
             why="an existing file of that name would be replaced",
             fix=fix,
         )
+    from qarl.report.damage import damage
     from qarl.report.page import write_comparison, write_report
 
+    for text in [text for run in runs for text in damage(run)]:
+        note(text)
     for path in [write_comparison(runs, pages[0])] if pages else map(write_report, runs):
         print(path)
     return 0

@@ -206,8 +206,10 @@ function table(parent, head, rows) {
 }
 
 function warnings(section) {
-  if (!data.warnings.length) make(section, "p", {}, "None.");
-  else table(section, ["since step", "sign", "what was seen", "what to try"],
+  for (const text of data.damage) make(section, "p", {}, text);
+  if (!data.warnings.length) {
+    if (!data.damage.length) make(section, "p", {}, "None.");
+  } else table(section, ["since step", "sign", "what was seen", "what to try"],
     data.warnings.map((one) => [one.since_step, one.sign, one.text, one.remedy]));
 }
 

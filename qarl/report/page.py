@@ -35,7 +35,8 @@ from qarl.errors import in_one_line
 from qarl.metrics.bars import bars_of_report
 from qarl.metrics.plots import CHARTS, phases_of
 from qarl.metrics.tracker import read_metrics
-from qarl.metrics.warning_log import WARNINGS_FILE
+from qarl.metrics.warning_log import WARNINGS_FILE, is_warning
+from qarl.report.damage import damage
 from qarl.report.samples import Sample, is_logged, read_samples
 
 REPORT_FILE = "report.html"
@@ -51,8 +52,6 @@ _COMPARED = (
     "mismatch_k3_mean",
     "seconds",
 )
-_SHOWN = {"since_step", "sign", "text", "remedy"}
-"""Keys of a warning sign that the page shows."""
 
 Series = dict[str, list[Any]]
 Point = tuple[int, float]
@@ -105,6 +104,7 @@ def comparison(run_dirs: Sequence[str | Path], name: str) -> dict[str, Any]:
         "bars": bars_of_report(metrics),
         "phases": [],
         "warnings": warnings,
+        "damage": [text for data in runs.values() for text in data["damage"]],
         "samples": [],
         "config": "\n".join(configs),
     }
@@ -179,7 +179,8 @@ def _packaged(name: str) -> str:
 def contents(run_dir: str | Path) -> dict[str, Any]:
     """Return everything that `page.js` draws, as JSON types. Raise UserError if the folder has no metrics file.
 
-    A file that cannot be read as what it should be counts as missing, and a damaged line is left out."""
+    A file that cannot be read as what it should be counts as missing. A damaged line is left out, and `damage` says
+    so."""
     run_dir = Path(run_dir)
     entries = read_metrics(run_dir)
     names = sorted({name for entry in entries for name in entry} - {"step"})
@@ -200,6 +201,7 @@ def contents(run_dir: str | Path) -> dict[str, Any]:
         "bars": bars_of_report({"": entries}),
         "phases": phases_of(entries),
         "warnings": _warnings(run_dir / WARNINGS_FILE),
+        "damage": damage(run_dir),
         "samples": fitting_samples(read_samples(run_dir)),
         "config": config,
         "versions": _text(run_dir / "versions.json"),
@@ -224,8 +226,7 @@ def _summary(path: Path) -> dict[str, Any] | None:
 
 def _warnings(path: Path) -> list[Any]:
     """Return the warning signs of a run in order of their first steps, without those that lack what the page shows."""
-    lines = [line for line in read_lines(path) if isinstance(line, dict)]
-    whole = [warning for warning in lines if warning.keys() >= _SHOWN]
+    whole = [warning for warning in read_lines(path) if is_warning(warning)]
     return sorted(whole, key=lambda warning: int(warning["since_step"]))
 
 

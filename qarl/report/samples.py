@@ -116,13 +116,18 @@ def append_samples(run_dir: str | Path, samples: Sequence[Sample]) -> None:
     append_lines(Path(run_dir) / SAMPLES_FILE, samples)
 
 
+def is_sample(value: Any) -> bool:
+    """Return whether the value of a line of samples.jsonl is what it should be: an object with a step."""
+    return isinstance(value, dict) and isinstance(value.get("step"), int)
+
+
 def read_samples(run_dir: str | Path) -> list[Sample]:
     """Return the samples in order of `step`. If a resumed run repeated a step, only its newer samples are returned.
 
     Damaged lines are skipped. If the file is missing, return an empty list."""
     samples: list[Sample] = []
     for sample in read_lines(Path(run_dir) / SAMPLES_FILE):
-        if not (isinstance(sample, dict) and isinstance(sample.get("step"), int)):
+        if not is_sample(sample):
             continue
         if samples and sample["step"] < samples[-1]["step"]:
             samples = [earlier for earlier in samples if earlier["step"] < sample["step"]]

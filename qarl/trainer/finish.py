@@ -32,6 +32,7 @@ from qarl.errors import UserError, in_one_line
 from qarl.metrics.plots import plot_run
 from qarl.metrics.summary import summarize
 from qarl.metrics.tracker import read_metrics
+from qarl.report.damage import damage
 from qarl.report.page import write_report
 from qarl.trainer.taken_names import PLOTS
 
@@ -105,6 +106,8 @@ def finish_run(
         has_metrics = ending.failure is None or (run_dir / METRICS_FILE).is_file()
         if has_metrics:
             with ending.attempt():
+                for text in damage(run_dir):
+                    note(text)
                 summary |= summarize(read_metrics(run_dir))
         with ending.attempt():
             write()

@@ -45,7 +45,8 @@ from qarl.config.types import as_dotted
 from qarl.config.unused_keys import unread
 from qarl.console import note, say
 from qarl.errors import UserError
-from qarl.metrics.tracker import damaged_lines, forget_steps_after
+from qarl.metrics.tracker import forget_steps_after
+from qarl.report.damage import damage_of
 from qarl.trainer.input_changes import Inputs
 from qarl.trainer.run_lock import lock_run
 from qarl.trainer.taken_names import check_names
@@ -253,12 +254,8 @@ def supersede(run_dir: Path, checkpoints: Iterable[tuple[int, Path]], step: int)
                 f"{folder} is of a later step than the one that the run resumes from; it was renamed to {renamed}"
             )
     forget_steps_after(run_dir, step)
-    if damaged := damaged_lines(run_dir):
-        shown = ", ".join(map(str, damaged[:20])) + (", ..." if len(damaged) > 20 else "")
-        note(
-            f"lines of {run_dir / METRICS_FILE} that are torn, or no JSON with a step, are left out of summary, plots "
-            f"and report: {shown}"
-        )
+    if text := damage_of(run_dir / METRICS_FILE):
+        note(text)
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_helpers import config
 
-from qarl.checkpoint.storage import json_safe
+from qarl.checkpoint.run_folder import RunFolder
+from qarl.checkpoint.storage import StorageError, json_safe
 from qarl.metrics.plots import plot_run
 from qarl.metrics.summary import summarize
 from qarl.metrics.tracker import read_metrics
 from qarl.metrics.validation import sources_metrics
 from qarl.report import page
+from qarl.report.__main__ import main
 from qarl.report.page import contents, update_report, write_report
+from qarl.trainer.finish import finish_run
 
 NAMES = (
     "openai/gsm8k",
@@ -95,6 +99,10 @@ DAMAGED = {
 }
 
 
+_WHOLE = DAMAGED["metrics.jsonl"][-1]
+"""Of these texts in a file of lines, the one that is no damage: it has odd values, but is an object with a step."""
+
+
 @pytest.mark.parametrize("file", DAMAGED)
 def test_damaged_files_of_a_run_leave_the_rest_of_its_report(tmp_path, file):
     for place, text in enumerate(DAMAGED[file]):
@@ -104,8 +112,44 @@ def test_damaged_files_of_a_run_leave_the_rest_of_its_report(tmp_path, file):
         data = shown(run)
         plot_run(run)
         summarize(read_metrics(run))
+        assert bool(data["damage"]) is (file.endswith("jsonl") and text != _WHOLE)
         assert data["step"] == 1 and data["series"]["critic/score/mean"] == {"s": [1], "v": [0.5]}
         assert data["samples"] == data["warnings"] == [] and data["total"] is None
+
+
+WHOLE = {
+    "metrics.jsonl": {"step": 1} | STEP,
+    "samples.jsonl": {"step": 1, "prompt": "1+1", "tokens": [], "delta": [], "length": 0},
+    "warnings.jsonl": {"since_step": 1, "sign": "entropy", "text": "fell", "remedy": "wait"},
+}
+TORN = {
+    "the last line is half written": lambda line: [line, line, line[: len(line) // 2]],
+    "a line in the middle is damaged": lambda line: [line, b"\0" * len(line), line],
+    "a byte in the middle is damaged": lambda line: [line, line[:20] + b"\xff" + line[21:], line],
+    "two lines": lambda line: [line[:-2], line, line[1:]],
+}
+TORN_LINES = {"the last line is half written": "3", "two lines": "1, 3"}
+
+
+@pytest.mark.parametrize("case", TORN)
+@pytest.mark.parametrize("file", WHOLE)
+def test_a_report_says_which_lines_are_damaged(tmp_path, capsys, file, case):
+    """At the command line, in the page, in a page of several runs, and at the end of a run."""
+    run = write(tmp_path / "run", [{"step": 1} | STEP])
+    lines = TORN[case](json.dumps(WHOLE[file]).encode())
+    (run / file).write_bytes(b"\n".join(lines))
+    text = f"lines of {run / file} that are torn or damaged are left out of summary, plots and report: "
+    text += TORN_LINES.get(case, "2")
+    for arguments in ([str(run)], [str(run), f"together={tmp_path / 'page.html'}"]):
+        assert main(arguments) == 0
+        assert capsys.readouterr().err == f"note: {text}\n"
+    for page_of_run in (run / "report.html", tmp_path / "page.html"):
+        assert text in page_of_run.read_text()
+    with suppress(StorageError):  # the folder holds no export
+        finish_run(
+            RunFolder(run), {}, None, None, step=1, total=1, save="no", plots=False, report=False
+        )
+    assert f"note: {text}\n" in capsys.readouterr().err
 
 
 def test_no_error_of_the_report_ends_a_run(tmp_path, monkeypatch, capsys):

@@ -64,7 +64,7 @@ def test_a_resume_forgets_the_metrics_of_later_steps_and_names_damaged_lines(tmp
     with open_run(settings) as checkpoint:
         make_newest(run_dir, checkpoint)
     printed = capsys.readouterr().err
-    assert f"note: lines of {run_dir / 'metrics.jsonl'} that are torn" in printed
+    assert f"note: lines of {run_dir / 'metrics.jsonl'} that are torn or damaged" in printed
     assert "report: 3, 4, 5\n" in printed
     assert [entry["step"] for entry in read_metrics(run_dir)] == [1, 2]
     assert "{damaged" in (run_dir / "metrics.jsonl").read_text()

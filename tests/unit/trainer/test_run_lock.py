@@ -113,7 +113,12 @@ def test_a_dead_process_holds_no_lock_even_if_a_child_of_it_lives(tmp_path):
 
 @pytest.mark.parametrize(
     "left",
-    [json.dumps({"pid": 1, "host": "elsewhere", "since": "2020-01-01 00:00:00 UTC"}), "", "{", "[]"],
+    [
+        json.dumps({"pid": 1, "host": "elsewhere", "since": "2020-01-01 00:00:00 UTC"}),
+        "",
+        "{",
+        "[]",
+    ],
 )
 def test_a_file_that_another_process_has_left_is_no_lock(tmp_path, left):
     (tmp_path / ".lock").write_text(left)

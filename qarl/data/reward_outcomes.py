@@ -64,7 +64,7 @@ def outcome_of(result: Any) -> Outcome:
             result.close()  # otherwise Python warns that it was never awaited
         return ASYNC
     score: Any = result.get("score") if isinstance(result, Mapping) else result
-    if not _is_number(score):
+    if not is_number(score):
         why = (
             "a reward must be a finite number that FP32 can hold, or a dict with one under 'score'"
         )
@@ -115,7 +115,7 @@ def _of_python(filename: str) -> bool:
     return filename.startswith((os.path.dirname(os.__file__), "<frozen"))
 
 
-def _is_number(score: Any) -> bool:
+def is_number(score: Any) -> bool:
     """Return whether `score` is a finite number in the range of FP32, which the advantages are computed in."""
     if isinstance(score, str | bytes | bytearray):
         return False

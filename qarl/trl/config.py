@@ -24,6 +24,7 @@ from qarl.config.schema import sections
 from qarl.config.unused_keys import problems
 from qarl.errors import UserError
 from qarl.tbpo.config import KEYS
+from qarl.trl.fields import check_names, check_values, refused_by_trl
 
 ENGINE_KEYS = ("max_num_seqs", "gpu_memory_utilization", "cpu_kvcache_space_gib", "enforce_eager")
 QUANT_KEYS = ("scheme", "group_size", "ignore", "kernels", "align", "mismatch_limit")
@@ -47,6 +48,9 @@ _PEFT = {"r": "r", "alpha": "lora_alpha", "target_modules": "target_modules"}
 _WORDS = {key: name for key, name in RUN_KEYS.items() if "." in key} | {"actor.loss": "loss_type"}
 _WORDS |= {f"lora.{key}": f"peft_config.{name}" for key, name in _PEFT.items()}
 _WORDS |= {"reward.function": "reward_funcs"}
+_OTHER_NAMES = {key.rpartition(".")[2]: name for key, name in _WORDS.items()}
+_OTHER_NAMES |= {key.replace(".", "_"): name for key, name in _WORDS.items()} | _WORDS
+"""What the fields are called in QaRL's config, with and without their sections -> the fields."""
 _KEYS = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, _WORDS)) + r")(?!\w|\.\w)")
 
 
@@ -80,6 +84,18 @@ class QaRLConfig(_OwnKeys):
     vllm_enable_sleep_mode: bool = field(
         default=True, metadata={"help": "On a GPU, free memory between rollouts."}
     )
+
+    def __new__(cls, *_: Any, **given: Any) -> QaRLConfig:
+        check_names(cls, given, _OTHER_NAMES)
+        config: QaRLConfig = super().__new__(cls)
+        return config
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        try:
+            super().__post_init__()
+        except (ValueError, TypeError, ArithmeticError) as error:
+            raise refused_by_trl(self, error) from None
 
 
 def run_config(

@@ -14,13 +14,13 @@ response that no reward function scored.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+from qarl.data.reward_outcomes import is_number
 from qarl.errors import UserError, shortened
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
 from qarl.rollout.publish.manifest import PublishReport
@@ -141,7 +141,8 @@ def _lengths(args: QaRLConfig, tokenizer: Any, data: Any) -> Iterator[int]:
 
 
 def checked_functions(reward_funcs: Any, args: QaRLConfig) -> Any:
-    """Return the argument `reward_funcs` of `GRPOTrainer` with functions that raise UserError for NaN and Inf.
+    """Return the argument `reward_funcs` of `GRPOTrainer` with functions that raise UserError unless they
+    return a finite number, or None, for each response.
 
     Names of functions become functions. Names and folders of reward models, and models, are returned as they are."""
     if isinstance(reward_funcs, list):
@@ -155,32 +156,55 @@ def checked_functions(reward_funcs: Any, args: QaRLConfig) -> Any:
 
     @functools.wraps(reward_funcs)
     def call(**arguments: Any) -> Any:
-        return check_finite(name, reward_funcs(**arguments), arguments)
+        return check_returned(name, reward_funcs(**arguments), arguments)
 
     @functools.wraps(reward_funcs)
     async def call_async(**arguments: Any) -> Any:
-        return check_finite(name, await reward_funcs(**arguments), arguments)
+        return check_returned(name, await reward_funcs(**arguments), arguments)
 
     checked: Callable[..., Any] = call_async if is_async_callable(reward_funcs) else call
     checked.__name__ = name
     return checked
 
 
-def check_finite(name: str, rewards: Sequence[Any], arguments: dict[str, Any]) -> Sequence[Any]:
-    """Return what the reward function `name` returned. Raise UserError if a reward is NaN or Inf.
+def check_returned(name: str, rewards: Any, arguments: dict[str, Any]) -> list[Any]:
+    """Return what the reward function `name` returned, as a list. Raise UserError if it is none with a finite number or
+    None for each response.
 
     `arguments`: the function's arguments, of which `prompts` and `trainer_state` are named in the error."""
-    for prompt, reward in zip(
-        arguments["prompts"], rewards, strict=False
-    ):  # TRL refuses another number of rewards
-        if reward is not None and not math.isfinite(reward):
+    step = f"step {arguments['trainer_state'].global_step}"
+    prompts = arguments["prompts"]
+    values = _listed(rewards)
+    if values is None or len(values) != len(prompts):
+        got = shortened(rewards) if values is None else f"{len(values)} rewards"
+        raise UserError(
+            f"the reward function {name!r} returned {got} for {len(prompts)} responses",
+            where=step,
+            why="TRL takes a list with a number for each response, in their order",
+            fix="return such a list; None in it says that this function does not apply to the response",
+        )
+    for prompt, reward in zip(prompts, values, strict=True):
+        if reward is not None and not is_number(reward):
+            # An array's item would be shown with its type.
+            shown = float(reward) if isinstance(reward, float) else shortened(reward)
             raise UserError(
-                f"the reward function {name!r} returned {float(reward)}",
-                where=f"step {arguments['trainer_state'].global_step}, prompt {shortened(prompt)}",
-                why="a NaN or Inf makes the mean and all advantages of its group useless",
+                f"the reward function {name!r} returned {shown}",
+                where=f"{step}, prompt {shortened(prompt)}",
+                why="a reward must be a finite number that FP32 can hold, because the mean and all advantages of its "
+                "group depend on it",
                 fix="return a finite number, or None if this function does not apply to the response",
             )
-    return rewards
+    return values
+
+
+def _listed(rewards: Any) -> list[Any] | None:
+    """Return the items of a list, an array or a generator, or None for anything else."""
+    if isinstance(rewards, str | bytes | Mapping):
+        return None
+    try:
+        return list(rewards)
+    except TypeError:
+        return None
 
 
 def check_scored(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +100,63 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"vllm_max_model_length": 18}, "vllm_max_model_length=18"),
     ({"vllm_cpu_kvcache_space_gib": 1e-5}, "vllm_cpu_kvcache_space_gib"),
 ]
+
+
+FIELDS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"num_generations": 1}, ["num_generations=1", "2 or more"]),
+    ({"num_generations": 0}, ["num_generations=0", "2 or more"]),
+    ({"num_generations": 3}, ["num_generations=3", "generation_batch_size=4"]),
+    ({"num_generations": "2"}, ["num_generations='2'", "a whole number"]),
+    ({"per_device_train_batch_size": 0}, ["per_device_train_batch_size=0"]),
+    ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps=0"]),
+    ({"max_completion_length": "long"}, ["max_completion_length='long'", "a whole number"]),
+    ({"learning_rate": "1e-6"}, ["learning_rate='1e-6'", "a number", "1.0e-6"]),
+    ({"temperature": "hot"}, ["temperature='hot'", "a number"]),
+    ({"max_steps": 1e3}, ["max_steps=1000.0", "a whole number"]),
+    ({"gradient_checkpointing": "yes"}, ["gradient_checkpointing='yes'", "True or False"]),
+    ({"save_strategy": "sometimes"}, ["save_strategy='sometimes'", "'steps'"]),
+    ({"quant_group_size": "32"}, ["quant_group_size='32'", "a whole number"]),
+    ({"quant_group_size": 32.5}, ["quant_group_size=32.5", "a whole number"]),
+    ({"quant_mismatch_limit": "small"}, ["quant_mismatch_limit='small'", "a number"]),
+    ({"seq_clip_ratio_high": "wide"}, ["seq_clip_ratio_high='wide'", "a number"]),
+    ({"quant_shceme": "w4a16"}, ["quant_shceme", "did you mean quant_scheme?"]),
+    ({"quant_groupsize": 32}, ["quant_groupsize", "did you mean quant_group_size?"]),
+    ({"vllm_max_num_seq": 4}, ["did you mean vllm_max_num_seqs?"]),
+    ({"reward_timeout": 4}, ["did you mean reward_timeout_s?"]),
+    ({"scheme": "w4a16"}, ["did you mean quant_scheme?"]),
+    ({"rollout_n": 8}, ["did you mean num_generations?"]),
+    ({"lr": 1e-6}, ["did you mean learning_rate?"]),
+    ({"lora_rank": 8}, ["did you mean peft_config.r?"]),
+    ({"max_prompt_length": 16}, ["max_prompt_length", "the dataset"]),
+    ({"use_vlm": True, "quant_algin": "off"}, ["use_vllm?", "quant_align?"]),
+    ({"turbo": True}, ["turbo: leave it out"]),
+]
+"""Fields that are unknown, or whose values TRL would compare or divide."""
+
+
+@pytest.mark.parametrize(("given", "words"), FIELDS, ids=[str(given) for given, _ in FIELDS])
+def test_a_field_is_refused_where_it_is_written(
+    model: Path, tmp_path: Path, given: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        build(model, tmp_path, **given)
+    text = str(caught.value)
+    assert [word for word in words if word not in text] == [], text
+    assert caught.value.where and [name for name in given if name not in caught.value.where] == []
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+def test_settings_are_copied_and_extended(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Extended(QaRLConfig):
+        budget: int = 3
+
+    settings = Extended(output_dir=str(tmp_path), use_cpu=True, budget=4, learning_rate=1)
+    assert copy.deepcopy(settings) == settings and settings.budget == 4
+    plain = QaRLConfig(output_dir=str(tmp_path), use_cpu=True)
+    assert pickle.loads(pickle.dumps(plain)) == plain
+    with pytest.raises(UserError, match="did you mean budget"):
+        Extended(output_dir=str(tmp_path), bugdet=4)
 
 
 def test_narrow_bands_are_said_in_trls_words(

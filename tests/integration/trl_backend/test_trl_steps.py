@@ -99,6 +99,34 @@ def nan_once(completions: list[str], **_: Any) -> list[float | None]:
     return [None, float("nan"), *[1.0] * (len(completions) - 2)]
 
 
+def no_list(completions: list[str], **_: Any) -> None:
+    """It has forgotten to return."""
+
+
+def one_number(completions: list[str], **_: Any) -> float:
+    return 1.0
+
+
+def too_few(completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * (len(completions) - 1)
+
+
+def text(completions: list[str], **_: Any) -> list[str]:
+    return ["1.0"] * len(completions)
+
+
+def a_dict(completions: list[str], **_: Any) -> list[dict[str, float]]:
+    return [{"score": 1.0}] * len(completions)
+
+
+async def too_large(completions: list[str], **_: Any) -> list[float]:
+    return [1e39] * len(completions)
+
+
+def generated(completions: list[str], **_: Any) -> Any:
+    return (float(len(completion)) for completion in completions)
+
+
 async def infinite(completions: list[str], **_: Any) -> list[float]:
     return [float("inf")] * len(completions)
 
@@ -137,8 +165,17 @@ def build(
         ([nothing, nothing], ["4 of 4 responses have no reward", "nothing, nothing"]),
         ([length, nan_once], ["'nan_once' returned nan", "step 0, prompt 't"]),
         (infinite, ["'infinite' returned inf"]),
+        (no_list, ["'no_list' returned None for 4 responses", "step 0", "a list"]),
+        ([length, one_number], ["'one_number' returned 1.0 for 4 responses"]),
+        (too_few, ["'too_few' returned 3 rewards for 4 responses"]),
+        (text, ["'text' returned '1.0'", "step 0, prompt 't"]),
+        (a_dict, ["'a_dict' returned {'score': 1.0}", "a finite number"]),
+        (too_large, ["'too_large' returned 1e+39", "FP32"]),
     ],
-    ids=["None", "two of None", "one NaN", "Inf"],
+    ids=[
+        *("None", "two of None", "one NaN", "Inf", "no list", "one number", "too few", "text"),
+        *("a dict", "too large"),
+    ],
 )
 def test_a_response_without_a_reward_is_an_error(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rewards: Any, words: list[str]
@@ -151,8 +188,8 @@ def test_a_response_without_a_reward_is_an_error(
 def test_a_function_may_leave_responses_to_others(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = build(model, tmp_path, monkeypatch, [length, nothing])
-    assert made.reward_func_names == ["length", "nothing"]
+    made = build(model, tmp_path, monkeypatch, [length, nothing, generated])
+    assert made.reward_func_names == ["length", "nothing", "generated"]
     made.train()
     assert made.state.global_step == 1
 

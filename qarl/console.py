@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 
 from qarl import __version__
 from qarl.errors import UserError
+from qarl.progress import live
 
 TYPE_CHECKING = False  # importing typing would take longer than all other imports together
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ Describe = Callable[[list[str]], str]
 
 def say(text: str) -> None:
     """Print to stderr. Ignore failures (stream closed, disk full)."""
+    live.clear()
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
@@ -44,10 +46,17 @@ def note(text: str) -> None:
     say(f"note: {text}")
 
 
+def tell(text: str) -> None:
+    """Print to standard output."""
+    live.clear()
+    print(text, flush=True)
+
+
 @contextmanager
-def stage(doing: str, *, imports: bool = False) -> Iterator[None]:
+def stage(doing: str, *, imports: bool = False, quiet: bool = False) -> Iterator[None]:
     """Say on stderr what a run is `doing` before its first step, and how long it took.
 
+    `quiet`: whether other programs write to the terminal meanwhile, so that there must be no live line.
     `imports`: whether most of this is importing. Then Python's garbage collector pauses: imports create many objects
     and little garbage, and take an eighth longer while it runs."""
     begun = time.perf_counter()
@@ -56,7 +65,8 @@ def stage(doing: str, *, imports: bool = False) -> Iterator[None]:
     if paused:
         gc.disable()
     try:
-        yield
+        with live.phase(doing, quiet=quiet):
+            yield
     finally:
         if paused:
             gc.enable()
@@ -188,7 +198,8 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:
     if not _Pressed.said:
-        os.write(2, b"interrupted\n")  # not print, because Ctrl-C may have interrupted a print
+        words = f"{live.erasure()}interrupted\n"
+        os.write(2, words.encode())  # not print, because Ctrl-C may have interrupted a print
     os._exit(INTERRUPTED)
 
 

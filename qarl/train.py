@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from qarl.console import entry, note, say, stage, summary_text
 from qarl.errors import UserError
+from qarl.progress import live
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -66,6 +67,7 @@ def run(config: Config, argv: Sequence[str]) -> int:
     from qarl.config import check_writable
     from qarl.trainer.run_lock import lock_run
 
+    live.switch(config.trainer.progress)
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     check_writable(config.run_dir)
     with lock_run(

@@ -231,6 +231,9 @@ class TrainerConfig(Section):
     ] = ["console"]
     """Where to log metrics. They are always written to metrics.jsonl in the run folder, too."""
 
+    progress: bool = True
+    """Show how far a long step is: a live line on a terminal, a line a minute in a file or with backend=verl."""
+
     plots: bool = True
     """Draw the run's curves at the end, as PNG files in the run folder."""
 

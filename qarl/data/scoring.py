@@ -15,6 +15,7 @@ from qarl.data.reward_outcomes import Outcome, Scored
 from qarl.data.reward_workers import InProcessReward, Reward, WorkerReward
 from qarl.data.rewards import BUILTIN, IN_PROCESS
 from qarl.errors import UserError, shortened
+from qarl.progress import live
 
 
 def find_reward(spec: str, workers: int = 1, folder: str | None = None) -> Reward:
@@ -62,9 +63,11 @@ def score_rows(
     futures = [reward.submit(row, timeout_s) for row in rows]
     scores = []
     try:
-        for row, place, future in zip(rows, places, futures, strict=True):
-            outcome = future.result()
-            scores.append(scored(reward.name, outcome, row, where=place).score)
+        with live.phase("scoring", total=len(rows), unit="responses") as phase:
+            for row, place, future in zip(rows, places, futures, strict=True):
+                outcome = future.result()
+                scores.append(scored(reward.name, outcome, row, where=place).score)
+                phase.advance()
     except BaseException:
         reward.stop()
         raise

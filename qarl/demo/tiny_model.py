@@ -43,8 +43,10 @@ from transformers import (
 )
 
 from qarl.checkpoint.storage import whole_folder
+from qarl.console import tell
 from qarl.demo.tasks import TASKS, Problem, Task
 from qarl.errors import UserError
+from qarl.progress import live
 
 RECORD = "made_with.json"
 IGNORE_INDEX = -100
@@ -232,6 +234,7 @@ def warm_start(
         for optimizer, _ in optimizers:
             optimizer.step()
         model.zero_grad()
+        live.advance()
         if loss.item() < CHECK_BELOW_LOSS and step % CHECK_EVERY == 0:
             accuracy = check_accuracy(model, check)
             if accuracy >= SLOW_ABOVE_ACCURACY:
@@ -239,10 +242,7 @@ def warm_start(
         if step % 10 == 0 or accuracy >= recipe.target:
             elapsed = time.monotonic() - started
             measured = "not yet measured" if math.isnan(accuracy) else f"{accuracy:.1%}"
-            print(
-                f"step {step:4d}  loss {loss.item():.4f}  greedy {measured}  {elapsed:5.1f} s",
-                flush=True,
-            )
+            tell(f"step {step:4d}  loss {loss.item():.4f}  greedy {measured}  {elapsed:5.1f} s")
         if accuracy >= recipe.target:
             return step
     return recipe.steps
@@ -281,7 +281,8 @@ def make(recipe: Recipe) -> None:
     print(
         f"warm start: {num_parameters} parameters, to {recipe.target:.0%} in {recipe.steps} steps at most"
     )
-    steps = warm_start(model, tokenizer, recipe, exclude=set(problems))
+    with live.phase("warm start", total=recipe.steps, unit="steps at most"):
+        steps = warm_start(model, tokenizer, recipe, exclude=set(problems))
 
     model = model.bfloat16().eval()
     with torch.no_grad():

@@ -51,7 +51,7 @@ def evaluate(request: EvalRequest, settings: Settings) -> str:
         for label, folder in folders(request, stack):
             what = f"scoring {label}" + " with its adapter" * (folder / FOLDER).is_dir()
             if manager is not None:
-                with stage(what):
+                with stage(what, quiet=True):  # the harness has bars of its own
                     engine_config = engine_of(folder, request, settings, adapter_of(folder))
                     results = score_tasks(folder, engine_config, manager, request)
                 scores[label] = sets_of(results, request.task_names)

@@ -30,7 +30,7 @@ from qarl.checkpoint.storage import (
     write_text,
     writing,
 )
-from qarl.console import say
+from qarl.console import say, tell
 from qarl.errors import UserError, in_one_line
 from qarl.metrics.summary import STEP_SECONDS
 from qarl.metrics.warning_log import WarningLog
@@ -347,7 +347,7 @@ class _Console:
         self.message(f"step {step}/{self._total}  {'  '.join(figures)}")
 
     def message(self, text: str) -> None:
-        print(text, flush=True)
+        tell(text)
 
     def close(self) -> None:
         pass

@@ -24,6 +24,7 @@ from qarl.console import note
 from qarl.errors import UserError, in_one_line
 from qarl.lora.adapter import Adapter
 from qarl.process import configure_vllm_process
+from qarl.progress import live
 from qarl.quant.experts import is_of_expert, stacked
 from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
 from qarl.rollout import engine_config, open_engines, vllm_plugin
@@ -36,6 +37,7 @@ from qarl.rollout.engine_config import (
     eager,
 )
 from qarl.rollout.kernel_request import kernel_request
+from qarl.rollout.live_counts import LiveCounts
 from qarl.rollout.publish.adapters import PROBE, EngineAdapter, no_place
 from qarl.rollout.publish.manifest import (
     Manifest,
@@ -248,10 +250,15 @@ class RolloutEngine:
         params = [engine_config.sampling_params(sampling, seed) for seed in used]
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         preemptions = self._preemptions()
-        outputs = self._run(
-            lambda: self.llm.generate(requests, params, use_tqdm=False, lora_request=adapter)
-        )
-        completions = [output.outputs[0] for output in outputs]
+        counts = LiveCounts(self.llm, len(requests))
+        with live.phase(
+            "sampling", total=len(requests), unit="responses", measure=counts
+        ) as sampling_phase:
+            outputs = self._run(
+                lambda: self.llm.generate(requests, params, use_tqdm=False, lora_request=adapter)
+            )
+            completions = [output.outputs[0] for output in outputs]
+            sampling_phase.sampled(sum(len(c.token_ids) for c in completions))
         log_probs = [sampled_log_probs(c) for c in completions]
         for i, values in enumerate(log_probs):
             if not all(map(math.isfinite, values)):

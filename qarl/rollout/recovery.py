@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
+from qarl.console import say
 from qarl.rollout import engine_config
 from qarl.rollout.engine import EngineFailed, RolloutEngine, WeightSource
 from qarl.rollout.engine_config import EngineConfig, SamplingConfig
@@ -53,13 +53,11 @@ class RecoveringEngine(RolloutEngine):
         try:
             super().sleep()
         except EngineFailed as error:
-            print(
-                f"warning: {error}\n  the next publish restarts the rollout engine", file=sys.stderr
-            )
+            say(f"warning: {error}\n  the next publish restarts the rollout engine")
 
     def _replace_vllm(self, error: Exception) -> None:
         """Start a new vLLM in the place of a lost one."""
-        print(f"warning: {error}\n  the rollout engine is restarted", file=sys.stderr)
+        say(f"warning: {error}\n  the rollout engine is restarted")
         engine_config.drop_frames(error)
         self.rebuild()
         self.rebuilds += 1

@@ -38,6 +38,7 @@ from qarl.objectives.loss import correction_weights, objective_loss
 from qarl.objectives.metrics import update_metrics
 from qarl.objectives.settings import objective_settings
 from qarl.process import keep_freed_memory
+from qarl.progress import live
 from qarl.quant.quantize import measure_phases
 from qarl.quant.state_dict import requantize
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
@@ -214,9 +215,12 @@ class LocalTrainer:
         self.weigh(batch, old_log_probs)
         mini_batches = list[list[Statistics]]()
         norms = list[float]()
-        for _ in range(actor.ppo_epochs):
-            for rows in batch.micro_batches(size):
-                statistics, log_probs = self.backward(batch, old_log_probs, rows)
+        parts = [(rows, self.split(batch, rows)) for rows in batch.micro_batches(size)]
+        parts *= actor.ppo_epochs
+        total = sum(len(split) for _, split in parts)
+        with live.phase("update", total=total, unit="micro-batches") as phase:
+            for rows, split in parts:
+                statistics, log_probs = self.backward(batch, old_log_probs, rows, split)
                 if confirm is not None and not norms:
                     with self.timer.phase("old_log_prob", not_in="update"):
                         confirmed = confirm(batch, old_log_probs, log_probs)
@@ -224,7 +228,8 @@ class LocalTrainer:
                         old_log_probs = confirmed
                         self.optimizer.zero_grad()
                         self.weigh(batch, old_log_probs)
-                        statistics, _ = self.backward(batch, old_log_probs, rows)
+                        phase.extend(len(split))
+                        statistics, _ = self.backward(batch, old_log_probs, rows, split)
                 mini_batches.append(statistics)
                 norms.append(self.optimizer_step())
         metrics = update_metrics(mini_batches) | self.optimizer.metrics(norms)
@@ -237,18 +242,26 @@ class LocalTrainer:
             old_log_probs, batch.rollout_log_probs, batch.response_mask, self.objective.correction
         )
 
+    def split(self, batch: Batch, mini_batch: slice) -> list[Rows]:
+        """Return the micro-batches of one mini-batch. `mini_batch`: its rows."""
+        return micro_batches(batch, self.config.actor, start=mini_batch.start, stop=mini_batch.stop)
+
     def backward(
-        self, batch: Batch, old_log_probs: torch.Tensor, mini_batch: slice
+        self,
+        batch: Batch,
+        old_log_probs: torch.Tensor,
+        mini_batch: slice,
+        split: Sequence[Rows] | None = None,
     ) -> tuple[list[Statistics], torch.Tensor]:
         """Compute the gradients of one mini-batch, summed over its micro-batches in FP32. `mini_batch`: its rows.
+        `split`: its micro-batches, if the caller has them.
 
         Return the objective's statistics for each micro-batch, and the rows' log-probs, FP32 [rows, R]."""
         mask = batch.response_mask[mini_batch]
         whole = {"responses": int(mask.any(1).sum()), "tokens": int(mask.sum())}
         statistics = []
         log_probs = torch.zeros_like(batch.rollout_log_probs)
-        limits = {"start": mini_batch.start, "stop": mini_batch.stop}
-        for rows in micro_batches(batch, self.config.actor, **limits):
+        for rows in split or self.split(batch, mini_batch):
             with self.timer.phase("forward"):
                 new = self.policy.response_log_probs(
                     batch, rows, temperature=self.config.rollout.temperature
@@ -260,6 +273,7 @@ class LocalTrainer:
                 self.optimizer.accumulate()
             statistics.append(values | {"sum/loss": loss.item()})
             log_probs[rows] = new.detach()
+            live.advance()
         return statistics, log_probs[mini_batch]
 
     def loss(
@@ -305,7 +319,7 @@ class LocalTrainer:
     def publish(self) -> PublishReport:
         """Send the engine what the next forward multiplies by, as version `step`. With adapters, the base only once."""
         weights = partial(self.policy.publish, phase=self.timer.phase)
-        with self.timer.phase("publish"):
+        with self.timer.phase("publish"), live.phase("publishing"):
             return self.engine.publish_from(weights, version=self.step)
 
     def generate(

@@ -20,6 +20,7 @@ from qarl.checks.memory import checkpoint_bytes
 from qarl.config import Config, write_resolved
 from qarl.console import stage
 from qarl.metrics.tracker import Tracker, write_versions
+from qarl.progress import live
 from qarl.report.page import update_report
 from qarl.trainer.checkpoints import Checkpoints, refuse_other_model
 from qarl.trainer.finish import finish_run
@@ -75,7 +76,7 @@ class Stop:
                 previous(number, frame)
             raise KeyboardInterrupt
         with suppress(OSError):  # not print, because the signal may have interrupted a print
-            os.write(2, f"\n{self.work}; {_AGAIN}\n".encode())
+            os.write(2, f"{live.erasure()}\n{self.work}; {_AGAIN}\n".encode())
 
 
 def train_in_run_folder(config: Config, *, started: float) -> dict[str, Any]:
@@ -198,7 +199,8 @@ def run_steps(
     trainer.timer.pop()
     while trainer.step < total and not stop:
         stop.work = f"stopping after step {trainer.step + 1}"
-        metrics = trainer.train_step()
+        with live.phase(f"step {trainer.step + 1}/{total}"):
+            metrics = trainer.train_step()
         if trainer.step == 1:
             metrics["startup/seconds_to_first_step"] = time.perf_counter() - start
         last = trainer.step == total or bool(stop)
@@ -206,7 +208,8 @@ def run_steps(
             last or (test_freq > 0 and trainer.step % test_freq == 0)
         ):
             try:
-                metrics |= trainer.evaluate()
+                with live.phase(f"evaluating after step {trainer.step}"):
+                    metrics |= trainer.evaluate()
             except Exception:
                 with suppress(Exception):  # the evaluation's error is the one to see
                     keep_step(trainer, checkpoints, tracker, stop, metrics)

@@ -27,6 +27,7 @@ from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.kernels.log_probs import LOGITS_AT_A_TIME, LogitsInBlocks, Truncation, WholeLogits
 from qarl.lora.layers import Adapters
+from qarl.progress import live
 from qarl.quant.convert import quantize_model
 from qarl.quant.experts import stacked_experts
 from qarl.quant.meta_model import TORCH_DTYPES, check_buffers, default_dtype_kept
@@ -223,10 +224,13 @@ class Policy:
         `only`: int64 [rows]; rows to compute, while all others are 0. `truncation`: see `response_log_probs`."""
         log_probs = torch.zeros_like(batch.rollout_log_probs)
         temperature = config.rollout.temperature
-        for rows in micro_batches(batch, config.actor, log_probs=True, only=only):
-            log_probs[rows] = self.response_log_probs(
-                batch, rows, temperature=temperature, truncation=truncation
-            )
+        split = micro_batches(batch, config.actor, log_probs=True, only=only)
+        with live.phase("log-probs", total=len(split), unit="micro-batches") as phase:
+            for rows in split:
+                log_probs[rows] = self.response_log_probs(
+                    batch, rows, temperature=temperature, truncation=truncation
+                )
+                phase.advance()
         return log_probs
 
     def response_log_probs(

@@ -63,7 +63,8 @@ def load_parts(config: Config, inputs: RunInputs) -> RunParts:
         tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     )
     try:
-        with stage(f"loading the weights of {config.model.path}"):
+        # transformers draws a bar meanwhile
+        with stage(f"loading the weights of {config.model.path}", quiet=True):
             policy = Policy.load(config)
     except RuntimeError as error:
         raise cannot_build(config.model.path, " ".join(str(error).split())[:400]) from error

@@ -62,8 +62,8 @@ _VALIDATION = _keys(rollout="val_temperature", data="val_files")
 """Keys that only change what a validation measures."""
 _LENGTH = "trainer.total_training_steps"
 _FREE = {"name", "output_dir", "dry_run", "plugins"} | _keys(
-    trainer="total_training_steps test_freq val_before_train val_max_prompts logger plots report save_final save_freq "
-    "save_minutes max_ckpt_to_keep resume_mode resume_from_path",
+    trainer="total_training_steps test_freq val_before_train val_max_prompts logger progress plots report save_final "
+    "save_freq save_minutes max_ckpt_to_keep resume_mode resume_from_path",
     rollout="rebuild_on_failure",
     quant="mismatch_limit",
     reward="timeout_s workers check_ground_truths",

@@ -26,6 +26,7 @@ from qarl.lora.layers import adapted_leaves, target_linears
 from qarl.objectives import verl_functions
 from qarl.objectives.settings import SAME_IN_VERL, objective_settings
 from qarl.process import VLLM_ENVIRONMENT
+from qarl.progress import live
 from qarl.quant.meta_model import meta_model
 from qarl.rollout.adapter_spec import AdapterSpec
 from qarl.rollout.engine_config import graph_arguments
@@ -427,7 +428,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     variables = {name: os.environ.get(name, value) for name, value in defaults.items()}
     variables |= {
         name: os.environ[name]
-        for name in ("VERL_PLATFORM", "QARL_PUBLISH_TIMEOUT", plugins.VARIABLE)
+        for name in ("VERL_PLATFORM", "QARL_PUBLISH_TIMEOUT", plugins.VARIABLE, live.VARIABLE)
         if os.environ.get(name)
     }
     threads = config.trainer.num_threads or os.environ.get("OMP_NUM_THREADS")
@@ -437,6 +438,8 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
         threads = max(1, len(os.sched_getaffinity(0)) // config.trainer.n_gpus_per_node)
     if threads:  # otherwise Ray sets it to the number of CPUs that the worker requested
         variables["OMP_NUM_THREADS"] = str(threads)
+    if not config.trainer.progress:
+        variables[live.VARIABLE] = live.OFF
     if config.trainer.report:
         variables |= {"QARL_SAMPLES_IN": str(config.run_dir.resolve())}
     return variables | {"VERL_FILE_LOGGER_PATH": str((config.run_dir / "verl.jsonl").resolve())}

@@ -22,7 +22,7 @@ MODULES = {path.relative_to(ROOT).as_posix(): path for path in FILES}
 MOST_LINES = 515
 LAYERS = (
     ("errors", "lazy"),
-    ("command_line",),
+    ("command_line", "progress"),
     ("process", "console", "vllm_versions", "schemes", "plugins"),
     ("tbpo",),
     ("config", "kernels"),

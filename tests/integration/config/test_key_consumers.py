@@ -230,6 +230,7 @@ BESIDE_VERL = {
     "trainer.num_threads": "qarl/verl/config.py",
     "trainer.logger": "qarl/verl/run.py",
     "trainer.plots": "qarl/verl/run.py",
+    "trainer.progress": "qarl/verl/config.py",
     "trainer.report": "qarl/verl/run.py",
 }
 """Keys that QaRL's own side of a verl run reads."""

@@ -4,7 +4,8 @@ usage: qarl COMMAND [KEY=VALUE ...]
        qarl COMMAND --help
        qarl --version
 
-`python -m qarl` is the same as qarl, and `python -m qarl.COMMAND` is the same as qarl COMMAND (warm-start: warm_start).
+`python -m qarl` is the same as qarl, and `python -m qarl.COMMAND` is the same as qarl COMMAND (warm-start: warm_start,
+data: sources).
 `qarl demo examples` writes short programs to start from: a loop, a task and a reward of your own, and TRL.
 """
 
@@ -24,6 +25,7 @@ COMMANDS = {
         "qarl.warm_start",
         "make a tiny model, data and a config for a task of your own",
     ),
+    "data": ("qarl.sources.__main__", "write data files for training from a source of problems"),
     "doctor": ("qarl.doctor.__main__", "find what would go wrong with a run before it starts"),
     "diagnose": (
         "qarl.diagnose.__main__",

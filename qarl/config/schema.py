@@ -107,7 +107,8 @@ class RewardConfig(Section):
     """How a response is scored."""
 
     function: RewardName = "arithmetic"
-    """`arithmetic`, `math_verify`, or your own function: `module:function` or `path/to/file.py:function`."""
+    """`arithmetic`, `math_verify`, `reasoning_gym` (the task's own scorer, for files of `qarl data reasoning_gym`), or
+    your own function: `module:function` or `path/to/file.py:function`."""
 
     timeout_s: Annotated[float | None, Unit("seconds"), Sane(0.01, 3600)] = Field(
         default=60.0, gt=0, le=86_400

@@ -13,7 +13,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, c
 from qarl.config.ignored_layers import REGEX_PREFIX
 from qarl.errors import alternatives
 
-BUILTIN_REWARDS = ("arithmetic", "math_verify")
+BUILTIN_REWARDS = ("arithmetic", "math_verify", "reasoning_gym")
 
 
 class Section(BaseModel):

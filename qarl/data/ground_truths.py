@@ -30,6 +30,7 @@ _EXAMPLES = 3
 _FIXES = {
     "arithmetic": "give numbers as ground truths, such as 72, or set another reward.function",
     "math_verify": "give numbers, LaTeX or single letters as ground truths, or set another reward.function",
+    "reasoning_gym": "write the data again with another answer_in, such as auto",
 }
 
 

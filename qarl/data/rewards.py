@@ -6,9 +6,9 @@ A reward function has the signature of verl's custom rewards, so one function wo
 
 It may also return a dict with the number under "score". As in verl, the arguments are passed by keyword.
 
-The config names the function as `arithmetic`, `math_verify`, `package.module:function` or `path/to/file.py:function`.
-It runs in worker processes (`qarl.data.reward_workers`), which load it by `get_reward_fn`; `qarl.data.scoring`
-calls it.
+The config names the function as `arithmetic`, `math_verify`, `reasoning_gym`, `package.module:function` or
+`path/to/file.py:function`. It runs in worker processes (`qarl.data.reward_workers`), which load it by `get_reward_fn`;
+`qarl.data.scoring` calls it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 from qarl.data.answer_forms import as_latex, last_number, number_of_truth, stated_truth, states
 from qarl.data.reward_outcomes import ASYNC
 from qarl.errors import UserError
+from qarl.side_packages import require
 
 RewardFn = Callable[..., Any]
 
@@ -73,7 +74,24 @@ def math_verify_within(seconds: int, solution_str: str, ground_truth: str) -> fl
     )
 
 
-BUILTIN: dict[str, RewardFn] = {"arithmetic": arithmetic, "math_verify": math_verify}
+def reasoning_gym(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float:
+    """Return the score of the response by the scorer of its task in reasoning-gym.
+
+    It reads `extra_info`, as `qarl data reasoning_gym` writes it (`qarl.data.reasoning_gym_reward`)."""
+    from qarl.data.reasoning_gym_reward import score
+
+    return score(solution_str, extra_info)
+
+
+BUILTIN: dict[str, RewardFn] = {
+    "arithmetic": arithmetic,
+    "math_verify": math_verify,
+    "reasoning_gym": reasoning_gym,
+}
+_PACKAGES = {"reasoning_gym": "reasoning_gym"}
+"""Built-in functions that need a package which no environment has by itself (`qarl.side_packages`)."""
 IN_PROCESS = ("arithmetic",)
 """Built-in functions that need no worker process: they depend on their arguments alone, and always end soon."""
 
@@ -83,6 +101,8 @@ def get_reward_fn(spec: str) -> RewardFn:
 
     Raise UserError if there is no such built-in name, module, file or function.
     """
+    if spec in _PACKAGES:
+        require(_PACKAGES[spec], needed_for=f"reward.function={spec}")
     if spec in BUILTIN:
         return BUILTIN[spec]
     source, _, name = spec.rpartition(":")

@@ -81,7 +81,7 @@ WRONG = {
     (
         "xyz",
         "--help",
-    ): "the commands are demo, train, warm-start, doctor, diagnose, export, convert-gguf, eval, report, bench",
+    ): "the commands are demo, train, warm-start, data, doctor, diagnose, export, convert-gguf, eval, report, bench",
     ("config=quickstart.yaml",): "write qarl train config=quickstart.yaml",
     ("train", "--hepl"): "--help describes the keys",
     ("train", "--help", "grad_clip"): "did you mean actor.grad_clip?",

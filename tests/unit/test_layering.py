@@ -37,7 +37,7 @@ LAYERS = (
     ("step",),
     ("trainer",),
     ("verl", "trl"),
-    ("diagnose", "doctor", "bench", "eval"),
+    ("diagnose", "doctor", "bench", "eval", "sources"),
     ("train", "export", "convert_gguf", ""),
     ("demo",),
     ("warm_start", "__main__"),

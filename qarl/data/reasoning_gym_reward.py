@@ -1,0 +1,86 @@
+"""Score a response with the scorer of its task in reasoning-gym: `reward.function=reasoning_gym`.
+
+Everything that the scorer needs is in the row's `extra_info`, as `qarl data reasoning_gym` writes it: the task and its
+parameters, the entry, and how the answer is found in a response. So the score is the same in every backend.
+
+It departs from the library in one point. Some of its scorers raise an exception for text that is no answer, such as
+`prime_factorization` for a word. Such a response scores 0. If a scorer fails for all responses, no ground truth is
+right either, and the check of ground truths, before a run, says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from qarl.data.entry_text import from_text
+from qarl.data.reasoning_gym_tasks import library, make_dataset
+from qarl.errors import UserError
+
+TASK = "task"
+PARAMETERS = "parameters"
+ENTRY = "entry"
+ANSWER_IN = "answer_in"
+KEYS = (TASK, PARAMETERS, ENTRY, ANSWER_IN)
+"""What the scorer reads of a row's `extra_info`; all are texts."""
+_CACHED = 64
+
+
+def in_tags(response: str) -> str | None:
+    """Return the content of the last <answer>...</answer>, as the library's `extract_answer` does, or None."""
+    answer: str | None = library("utils").extract_answer(response)
+    return answer
+
+
+def last_line(response: str) -> str:
+    """Return the last line that has any text, or empty text."""
+    lines = response.strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def tags_or_whole(response: str) -> str:
+    """Return the content of the last <answer>...</answer>, or the whole response if it has none."""
+    tagged = in_tags(response)
+    return response.strip() if tagged is None else tagged
+
+
+WAYS: Mapping[str, Callable[[str], str | None]] = {
+    "auto": tags_or_whole,
+    "tags": in_tags,
+    "last_line": last_line,
+    "whole": str.strip,
+}
+"""Ways to find the answer in a response: values of `answer_in`."""
+
+
+def score(response: str, extra_info: Mapping[str, Any] | None) -> float:
+    """Return the score of the library, usually from 0 to 1, for the answer in `response`.
+
+    Raise UserError if `extra_info` is not what `qarl data reasoning_gym` writes."""
+    info = extra_info or {}
+    missing = [key for key in KEYS if not isinstance(info.get(key), str)]
+    if missing:
+        raise UserError(
+            f"a row has no {missing[0]} for reasoning-gym's scorer",
+            where="extra_info",
+            why=f"reward.function=reasoning_gym reads {', '.join(KEYS)} there",
+            fix="write the data with `qarl data reasoning_gym`, or set another reward.function",
+        )
+    answer = WAYS[info[ANSWER_IN]](response)
+    dataset = _dataset(info[TASK], info[PARAMETERS])
+    return score_of(dataset, answer, from_text(info[ENTRY]))
+
+
+def score_of(dataset: Any, answer: str | None, entry: dict[str, Any]) -> float:
+    """Return the library's score of `answer`, or 0 if its scorer raises an exception."""
+    try:
+        return float(dataset.score_answer(answer, entry))
+    except Exception:  # an answer that cannot be read; scorers raise many types for it
+        return 0.0
+
+
+@lru_cache(maxsize=_CACHED)
+def _dataset(task: str, parameters: str) -> Any:
+    return make_dataset(task, json.loads(parameters))

@@ -1,0 +1,55 @@
+"""Write the rows of a source as data files: a folder that appears when it is whole, with a record of what it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qarl.checkpoint.storage import whole_folder
+from qarl.errors import UserError
+
+RECORD = "source.json"
+"""What was asked for. A folder with this file was written by `qarl data`, which may then replace it."""
+Rows = list[dict[str, Any]]
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UserError if `folder` has files that `qarl data` did not write."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).exists():
+        raise UserError(
+            f"will not replace {folder}, which this command did not write",
+            where="out",
+            why=f"it has no {RECORD}",
+            fix="remove it yourself, or name another folder",
+        )
+
+
+def write_files(
+    folder: Path, splits: Mapping[str, Rows], *, ending: str, record: Mapping[str, Any]
+) -> dict[str, Path]:
+    """Write each split to NAME.ENDING in `folder`, and the record. Return the paths of the splits.
+
+    `ending`: parquet or jsonl. Raise UserError if the disk refuses; the folder is then as it was before."""
+    names = {split: f"{split}.{ending}" for split, rows in splits.items() if rows}
+    with whole_folder(folder) as new:
+        for split, name in names.items():
+            write = _write_parquet if ending == "parquet" else _write_json_lines
+            write(new / name, splits[split])
+        text = json.dumps(record, indent=2, ensure_ascii=False)
+        (new / RECORD).write_text(text + "\n", encoding="utf-8")
+    return {split: folder / name for split, name in names.items()}
+
+
+def _write_parquet(path: Path, rows: Rows) -> None:
+    from datasets import Dataset
+    from datasets.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    Dataset.from_list(rows).to_parquet(str(path))
+
+
+def _write_json_lines(path: Path, rows: Rows) -> None:
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,105 @@
+"""`reward.function=reasoning_gym` with a stand-in for the library: where the answer is found, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qarl import side_packages
+from qarl.config import load_config
+from qarl.data.entry_text import to_text
+from qarl.data.ground_truths import judge
+from qarl.data.prompts import Prompt
+from qarl.data.rewards import get_reward_fn
+from qarl.data.scoring import find_reward, score_responses
+from qarl.errors import UserError
+
+ENTRY = {"question": "What is 1 + 2?", "answer": "3", "metadata": {"pair": (1, 2)}}
+
+
+def prompt(answer_in: str = "auto", truth: Any = "3", **parameters: str) -> Prompt:
+    info = {
+        "task": "sums",
+        "parameters": json.dumps(parameters),
+        "entry": to_text(ENTRY),
+        "answer_in": answer_in,
+    }
+    return Prompt(0, "reasoning_gym/sums", [], [], truth, info)
+
+
+def scores(prompts: list[Prompt], responses: list[str]) -> list[float]:
+    reward = find_reward("reasoning_gym", 1)
+    try:
+        return score_responses(reward, prompts, responses, timeout_s=60)
+    finally:
+        reward.stop()
+
+
+CASES = [
+    ("auto", "3", 1),
+    ("auto", " 3\n", 1),
+    ("auto", "so <answer>3</answer>", 1),
+    ("auto", "<answer>4</answer> 3", 0),
+    ("auto", "<answer>4</answer><answer>3</answer>", 1),
+    ("auto", "1 + 2 = 3", 0),
+    ("auto", "", 0),
+    ("tags", "3", 0),
+    ("tags", "<answer> 3 </answer>", 1),
+    ("last_line", "I add\n\n 3 \n\n", 1),
+    ("last_line", "3\nor 4", 0),
+    ("last_line", "", 0),
+    ("whole", "\n3 ", 1),
+    ("whole", "<answer>3</answer>", 0),
+    ("whole", "boom", 0),
+]
+
+
+@pytest.mark.usefixtures("fake_gym")
+def test_the_answer_is_found_as_the_row_says() -> None:
+    prompts = [prompt(answer_in) for answer_in, _, _ in CASES]
+    found = scores(prompts, [response for _, response, _ in CASES])
+    assert found == [float(score) for _, _, score in CASES]
+
+
+@pytest.mark.usefixtures("fake_gym")
+def test_the_scorer_has_the_parameters_of_its_task() -> None:
+    assert scores([prompt(scale="0.25"), prompt()], ["3", "3"]) == [0.25, 1.0]
+
+
+@pytest.mark.usefixtures("fake_gym")
+def test_ground_truths_verify_against_themselves() -> None:
+    reward = find_reward("reasoning_gym", 1)
+    try:
+        assert judge(reward, [prompt()] * 4, timeout_s=60).wrong == []
+        assert len(judge(reward, [prompt(truth="4")] * 4, timeout_s=60).wrong) == 4
+        assert judge(reward, [prompt(truth={"answer": ""})] * 4, timeout_s=60).count == 0
+    finally:
+        reward.stop()
+
+
+@pytest.mark.usefixtures("fake_gym")
+def test_a_row_of_other_data_is_refused() -> None:
+    other = Prompt(0, "gsm8k", [], [], "3", {"split": "train"})
+    with pytest.raises(UserError, match="a row has no task for reasoning-gym's scorer"):
+        scores([other], ["3"])
+
+
+def test_without_the_library_the_error_says_how_to_install_it(
+    fake_gym: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if "fake_gym" not in folder])
+    monkeypatch.setattr(side_packages, "folder", lambda: tmp_path)
+    with pytest.raises(
+        UserError, match=r"reward\.function=reasoning_gym needs reasoning_gym"
+    ) as found:
+        get_reward_fn("reasoning_gym")
+    assert "make smollm2" in str(found.value)
+
+
+def test_the_config_takes_the_name() -> None:
+    config = load_config(["config=quickstart.yaml", "reward.function=reasoning_gym"])
+    assert config.reward.function == "reasoning_gym"

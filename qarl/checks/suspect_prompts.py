@@ -37,8 +37,7 @@ def empty_prompts(train_prompts: PromptDataset) -> Findings:
 
 
 def unknown_roles(tokenizer: Any, train_prompts: PromptDataset) -> Findings:
-    template = tokenizer.chat_template
-    text = "".join(template.values()) if isinstance(template, dict) else template or ""
+    text = _template(tokenizer)
     first = {
         message["role"]: prompt.index
         for prompt in reversed(train_prompts)
@@ -52,6 +51,27 @@ def unknown_roles(tokenizer: Any, train_prompts: PromptDataset) -> Findings:
             why="the template writes it unseen or leaves the message out, so the model gets a prompt that it never met",
             fix="use the template's own roles, usually system, user and assistant",
         )
+
+
+def lost_text(tokenizer: Any, train_prompts: PromptDataset) -> Findings:
+    """Warn of text that the vocabulary cannot write. SmolLM2's lacks 21 bytes, and writes `<|endoftext|>` for them."""
+    unknown = tokenizer.unk_token_id
+    if unknown is None:
+        return
+    lost = [
+        prompt.index
+        for prompt in train_prompts
+        if unknown in prompt.prompt_token_ids
+        and not any(tokenizer.unk_token in message["content"] for message in prompt.messages)
+    ]
+    if not lost or tokenizer.unk_token in _template(tokenizer):
+        return
+    yield warning(
+        f"the tokenizer cannot write {len(lost)} of {len(train_prompts)} training prompts, the first in row {lost[0]}",
+        where="data.train_files",
+        why=f"its vocabulary lacks a character or byte of them, and the model sees {tokenizer.unk_token} instead",
+        fix="replace such characters in the data, often control characters or rare scripts",
+    )
 
 
 def repeated_prompts(train_prompts: PromptDataset) -> Findings:
@@ -92,8 +112,15 @@ def taken_columns(config: Config, train_prompts: PromptDataset) -> Findings:
         )
 
 
+def _template(tokenizer: Any) -> str:
+    """Return the text of the chat template, or of all templates."""
+    template = tokenizer.chat_template
+    return "".join(template.values()) if isinstance(template, dict) else template or ""
+
+
 CHECKS = (
     Check("data", "all prompts have text", empty_prompts),
+    Check("data", "the tokenizer can write all prompts", lost_text),
     Check("data", "the chat template names all roles", unknown_roles),
     Check("data", "most prompts differ", repeated_prompts),
     Check("data", "no column has a name that verl or QaRL reads", taken_columns),

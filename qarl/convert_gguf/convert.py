@@ -104,12 +104,13 @@ def load_weights(file: GGUFFile) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, loading = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         str(file.path.parent),
         gguf_file=file.path.name,
         dtype=torch.bfloat16,
         output_loading_info=True,
     )
+    model, loading = loaded
     numbers = sum(parameter.numel() for parameter in model.parameters())
     missing = sorted(loading["missing_keys"])
     if missing or numbers != file.numbers:
@@ -162,11 +163,15 @@ def about_ends(tokenizer: Any, ends: list[int]) -> list[str]:
     ]
 
 
+def digest(file: Path) -> str:
+    """Return the SHA-256 of a file, as text."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
 def write_record(folder: Path, file: Path, lines: list[str]) -> None:
     """Write `RECORD` to `folder`."""
-    with file.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-    record = {"file": file.name, "sha256": digest, "changes": lines}
+    record = {"file": file.name, "sha256": digest(file), "changes": lines}
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 

@@ -10,10 +10,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from qarl.data.git_lfs import refuse_pointers
 from qarl.errors import UserError
 
 MAGIC = b"GGUF"
-LFS_POINTER = b"version https://git-lfs"
 EXACT_TYPES = ("F64", "F32", "F16", "BF16")
 """Types of a GGUF file that store numbers and not multiples of a scale. Names: gguf.GGMLQuantizationType."""
 
@@ -112,14 +112,12 @@ def check_start(path: Path) -> None:
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise UserError(f"{path} {what}", where="file", fix="give a GGUF file")
-    with path.open("rb") as file:
-        start = file.read(len(LFS_POINTER))
-    if start == LFS_POINTER:
-        raise UserError(
-            f"{path} is a pointer of git-lfs, and not the file itself",
-            why="the repository was cloned without its large files",
-            fix="run `git lfs pull` in the clone, or download the file",
-        )
-    if not start.startswith(MAGIC):
-        why = f"a GGUF file starts with {MAGIC!r}, and this one with {start[:4]!r}"
+    refuse_pointers([path], where="file")
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(MAGIC))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read", where="file", why=str(error)) from error
+    if start != MAGIC:
+        why = f"a GGUF file starts with {MAGIC!r}, and this one with {start!r}"
         raise UserError(f"{path} is not a GGUF file", why=why, fix="give a GGUF file")

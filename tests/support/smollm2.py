@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from transformers.utils import import_utils
 
 from qarl.errors import UserError
 from qarl.side_packages import require
-
-SAVE_TOKENIZER = """
-import sys
-from pathlib import Path
-from qarl.convert_gguf.gguf_file import GGUFFile
-from qarl.convert_gguf.tokenizer import convert_tokenizer
-from qarl.side_packages import require
-
-require("gguf", needed_for="this test")
-tokenizer, _, _ = convert_tokenizer(GGUFFile(Path(sys.argv[1])), 8192)
-tokenizer.save_pretrained(sys.argv[2])
-"""
 
 
 def skip_unless_installed(*modules: str) -> None:
@@ -31,6 +18,8 @@ def skip_unless_installed(*modules: str) -> None:
         require(*modules, needed_for="this test")
     except UserError as error:
         pytest.skip(f"`make smollm2` was not run: {error.what}")
+    # transformers listed the installed packages when a test first imported it; a command asks for them before.
+    import_utils.PACKAGE_DISTRIBUTION_MAPPING.setdefault("gguf", ["gguf"])
 
 
 def weights_file() -> Path:
@@ -45,6 +34,9 @@ def weights_file() -> Path:
 def save_smollm2_tokenizer(folder: Path) -> Path:
     """Write SmolLM2's own tokenizer to `folder`, and return it, or skip the test."""
     file = weights_file()
-    # In a process of its own: this one has imported transformers, which listed the installed packages before.
-    subprocess.run([sys.executable, "-c", SAVE_TOKENIZER, str(file), str(folder)], check=True)
+    from qarl.convert_gguf.gguf_file import GGUFFile
+    from qarl.convert_gguf.tokenizer import convert_tokenizer
+
+    tokenizer, _, _ = convert_tokenizer(GGUFFile(file), 8192)
+    tokenizer.save_pretrained(folder)
     return folder

@@ -17,7 +17,7 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 928
     [
         (b"PK\x03\x04" + bytes(100), "is not a GGUF file"),
         (b"", "is not a GGUF file"),
-        (LFS.encode(), "is a pointer of git-lfs"),
+        (LFS.encode(), "has pointers of git-lfs"),
         (b"GGUF\x03\x00\x00\x00", "cut short or damaged"),
         (b"GGUF" + bytes(range(200)), "cut short or damaged"),
         (None, "does not exist"),

@@ -93,7 +93,7 @@ test-trl: $(VENV)/trl model
 	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -n $(CORES) -m "not slow" tests/integration/trl_backend
 
 # Long proofs: whole runs and exports, of whose parts `make test` has shorter tests.
-test-slow: model model-moe $(VENV)/trl
+test-slow: model model-moe smollm2 $(VENV)/trl
 	$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m slow
 	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -m slow tests/integration/trl_backend
 

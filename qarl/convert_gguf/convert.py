@@ -57,9 +57,9 @@ def convert(request: ConversionRequest) -> str:
         with stage(f"converting {request.file.name}", imports=True), _quiet():
             model = load_weights(file)
             tokenizer, ends, changes = convert_tokenizer(file, config.max_position_embeddings)
-        set_ends(model, tokenizer, ends)
-        model.save_pretrained(new)
-        tokenizer.save_pretrained(new)
+            set_ends(model, tokenizer, ends)
+            model.save_pretrained(new)
+            tokenizer.save_pretrained(new)
         lines = [*about_weights(file), *changes, *about_ends(tokenizer, ends)]
         write_record(new, request.file, lines)
     head = f"{request.folder}: {type(model).__name__}, {model.num_parameters():,} parameters, BF16"

@@ -1,10 +1,12 @@
-"""Make a tiny model and its data in the working folder, and train it on a CPU.
+"""Make a model and its data in the working folder, and train it on a CPU.
 
 usage: qarl demo [NAME] [KEY=VALUE ...]
 
 NAME:
   quickstart      (default) a 0.9M-parameter Qwen3 learns to add columns of digits; vLLM samples from int4 weights
-  moe             the same with a mixture of experts
+  smollm2         SmolLM2-135M-Instruct learns to add two digits, with rollouts from int8 weights; `make smollm2`
+                  installs its weights, or the command that is shown without them
+  moe             the quickstart with a mixture of experts
   verl            the quickstart in verl's trainer
   addition_chain  sums of four numbers, with answers of about 140 tokens
   letter_sorting  14 letters, sorted by insertion
@@ -12,7 +14,7 @@ NAME:
                   then one page with the curves of both, runs/mismatch.html
   examples        writes QaRL's example programs to examples/, and trains nothing
 
-It writes models/, data/ and runs/. Making the model takes one to three minutes; if it is there, nothing is
+It writes models/, data/ and runs/. Making a tiny model takes one to three minutes; if it is there, nothing is
 made. Then `qarl train` runs the shipped config of the demo. Each KEY=VALUE overrides the config, for example
 trainer.total_training_steps=10. `python -m qarl.demo` is the same command.
 
@@ -29,8 +31,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from qarl.config import load_config
-from qarl.config.demos import DEFAULT, DEMOS
+from qarl.config import Config, load_config
+from qarl.config.demos import DEFAULT, DEMOS, PackagedModel, TinyModel
 from qarl.config.errors import nearest
 from qarl.config.read_config import shipped_folder
 from qarl.console import entry
@@ -63,9 +65,7 @@ def _main(argv: list[str]) -> int:
     ]  # a wrong argument is refused before the model is made
     if not configs[0].dry_run:
         limit_threads(configs[0].trainer.num_threads)
-        from qarl.demo.tiny_model import TASKS, Recipe, make_missing
-
-        make_missing(Recipe.of(TASKS[demo.task], demo.experts))
+        make_inputs(demo.source, configs[0], command=f"qarl demo {names[0]}")
     from qarl import train  # its clock starts with the import, and the model is not part of the run
 
     for arguments in arms:
@@ -79,6 +79,20 @@ def _main(argv: list[str]) -> int:
             f"\nboth runs on one page: {write_comparison([config.run_dir for config in configs], page)}"
         )
     return 0
+
+
+def make_inputs(source: TinyModel | PackagedModel, config: Config, *, command: str) -> None:
+    """Make the model and the data that `config` names, unless they are there. Raise UserError if that fails.
+
+    command: the command that needs them, for an error."""
+    if isinstance(source, PackagedModel):
+        from qarl.demo import packaged_model
+
+        packaged_model.make_missing(source, config, command)
+        return
+    from qarl.demo import tiny_model
+
+    tiny_model.make_missing(tiny_model.Recipe.of(tiny_model.TASKS[source.task], source.experts))
 
 
 def _check_names(names: Sequence[str], overrides: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.utils import import_utils
@@ -19,7 +20,8 @@ def skip_unless_installed(*modules: str) -> None:
     except UserError as error:
         pytest.skip(f"`make smollm2` was not run: {error.what}")
     # transformers listed the installed packages when a test first imported it; a command asks for them before.
-    import_utils.PACKAGE_DISTRIBUTION_MAPPING.setdefault("gguf", ["gguf"])
+    distributions: Any = import_utils.PACKAGE_DISTRIBUTION_MAPPING
+    distributions.setdefault("gguf", ["gguf"])
 
 
 def weights_file() -> Path:

@@ -87,7 +87,7 @@ WRONG = {
     ("train", "--help", "grad_clip"): "did you mean actor.grad_clip?",
     ("diagnose", "--help", "qqq"): "the sections are model, data,",
     ("export", "--halp"): "write export halp; --help describes the keys",
-    ("demo", "meo"): "the demos are quickstart, moe, verl,",
+    ("demo", "meo"): "the demos are quickstart, smollm2, moe, verl,",
     ("bench",): "one of kernels,",
     ("bench", "--help", "stesp"): "nearest: steps",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def run(tmp_path: Path) -> Run:
 
     The wheel is built from a copy, because setuptools packs what an earlier build left in build/, too."""
     source, installed, folder = (tmp_path / name for name in ("source", "installed", "work"))
-    for name in ("qarl", "configs", "examples"):
+    for name in ("qarl", "configs", "examples", "requirements"):
         shutil.copytree(ROOT / name, source / name)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -70,6 +71,9 @@ def test_a_reader_of_the_wheel(run: Run, tmp_path: Path) -> None:
     qarl, folder = ("-m", "qarl"), tmp_path / "work"
     assert run("-c", "import qarl; print(qarl.__file__)").startswith(str(tmp_path / "installed"))
     assert "demo examples" in run(*qarl, "--help")
+    install = run("-c", "from qarl.side_packages import install_command; print(install_command())")
+    lock = Path(shlex.split(install)[-1])
+    assert lock.is_relative_to(tmp_path / "installed") and "gguf==" in lock.read_text()
     run(*qarl, "demo", *SMALL)
     assert (folder / "runs/quickstart/export/config.json").is_file()
     (folder / "runs/quickstart/report.html").unlink()

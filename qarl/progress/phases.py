@@ -107,7 +107,8 @@ class Phase:
         elapsed = self.elapsed()
         tokens = None if self._measure is None else self._counted.tokens
         shown = [text.amount(self.done, self.total, self.unit)]
-        speed = None if tokens is None else text.rate(tokens, elapsed)
+        # Without tokens there is no speed yet: verl counts only those of responses that have ended.
+        speed = text.rate(tokens, elapsed) if tokens else None
         if speed is not None:
             shown.append(f"{speed} tokens/s")
         left = self._seconds_left(elapsed, tokens)

@@ -37,6 +37,7 @@ from qarl.lora.layers import Adapters
 from qarl.objectives.metrics import loss_statistics
 from qarl.optim.muon_adamw import MuonAdamW
 from qarl.process import keep_freed_memory
+from qarl.progress import live
 from qarl.quant.experts import stacked_experts
 from qarl.rollout.engine import RolloutEngine
 from qarl.schemes import get_scheme
@@ -85,6 +86,8 @@ class QaRLTrainer(GRPOTrainer):
         """
         check_args(args, arguments)
         assert args is not None
+        if not args.disable_tqdm:
+            live.lines_only()  # TRL has a bar of its own on the terminal
         check_rewards(reward_funcs, columns_of(train_dataset))
         lora = lora_section(arguments.pop("peft_config", None), model)
         if lora:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,7 @@ from qarl.align.packed_attention import use_rows_attention
 from qarl.align.router import replays
 from qarl.config.level import Level
 from qarl.errors import UserError
+from qarl.progress import live
 from qarl.quant.convert import quantize_model
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
 from qarl.quant.meta_model import check_buffers, restore_buffers
@@ -246,7 +248,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
 
     def infer_batch(self, data: Any, loss_function: Callable[..., Any] | None = None) -> Any:
         self.steps.asked = True
-        return super().infer_batch(data, loss_function)
+        with self._progress("log-probs", data):
+            return super().infer_batch(data, loss_function)
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         """Update the weights by the mini-batch `data`, and return verl's outputs."""
@@ -254,7 +257,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             return super().train_batch(data, loss_function)
         tu.maybe_fix_3d_position_ids(data)
         step = self.steps.begin(data)
-        outputs = self._train_mini_batch(step, data, loss_function)
+        with self._progress("updating by a mini-batch", data):
+            outputs = self._train_mini_batch(step, data, loss_function)
         # In verl `update_lr_scheduler` is true only for the last mini-batch of a step.
         if tu.get(data, key="update_lr_scheduler", default=True):
             routing = self.routing.take()
@@ -341,7 +345,18 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             _log.warning(warning)
         return warning is not None
 
+    def _progress(self, name: str, data: Any) -> AbstractContextManager[Any]:
+        """Say a line a minute, in the first rank, how many of this rank's responses have been forwarded."""
+        if self.rank:
+            return nullcontext()
+        return live.phase(f"{name} (rank 0)", total=len(data), unit="responses")
+
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+        outputs = self._forward_step(micro_batch, loss_function, forward_only)
+        live.advance(len(micro_batch))
+        return outputs
+
+    def _forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         step = self.steps.open_step
         if step is None or forward_only:
             return super().forward_step(micro_batch, loss_function, forward_only)

@@ -18,6 +18,8 @@ from typing import Any
 
 import ray
 
+from qarl.progress import live
+
 
 @ray.remote
 class TaskRunner:
@@ -41,7 +43,8 @@ class TaskRunner:
             queue.result()
             trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config=config)
             connect = start_agent_loop(config)
-            trainer.init()
+            with live.phase("starting verl's trainer and the rollout engines"):
+                trainer.init()
             agent_loop = connect(
                 llm_client=trainer.get_llm_client(),
                 teacher_client=trainer.get_teacher_client(),

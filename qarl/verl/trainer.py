@@ -4,6 +4,8 @@ The trainer, `qarl_sync`, also saves by time and can skip the pass that recomput
 choose it by `trainer.v1.trainer_mode`. `qarl.step.old_log_probs` explains when the pass is skipped and what is
 checked (`actor.old_log_probs`). These methods of verl's trainer are overridden:
 
+    step, _validate         are phases of `qarl.progress`, as are the parts of a step below. Their lines, one a minute,
+                            reach the terminal through Ray
     on_train_begin, on_step_end   also save if `trainer.save_minutes` have passed (`qarl.verl.checkpoint.Saving`), and
                             end a run whose folder was deleted
     _compute_old_log_prob   recomputes the old log-probs, or takes the rollout's and checks a sample of rows
@@ -38,7 +40,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,8 @@ from qarl.checkpoint.run_folder import RunFolder
 from qarl.checkpoint.storage import write_json
 from qarl.errors import UserError
 from qarl.metrics.validation import answers_metrics
+from qarl.progress import live
+from qarl.progress.phases import Sampled
 from qarl.step.old_log_probs import PassSchedule, differing_tokens, drawn, sample_size
 from qarl.verl.advantages import rows_of_equal_rewards
 from qarl.verl.ask_servers import (
@@ -76,6 +80,8 @@ COUNTS = "old_log_probs.json"
 """File in verl's folder of a checkpoint, with the counts of `auto`."""
 POLL_SECONDS = 0.05
 WATCH_SECONDS = 5.0
+COUNT_SECONDS = 1.0
+"""Seconds between two counts of what has been sampled, for the line of progress."""
 
 _log = logging.getLogger("qarl.verl")
 _log.setLevel(logging.INFO)
@@ -125,14 +131,27 @@ class QaRLTrainerSync(PPOTrainerSync):
         self._check_run_folder()
         self._saving.begin()
 
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
+        with live.phase(f"step {self.global_steps}/{self.total_training_steps}"):
+            return super().step(metrics, timing_raw)
+
+    def _validate(self) -> Any:
+        with live.phase("evaluating"):
+            return super()._validate()
+
     def on_step_end(self) -> None:
         self._check_run_folder()
         if self._saving.due(self.global_steps, last=self.global_steps >= self.total_training_steps):
             with marked_timer("save_checkpoint", self.timing_raw):
                 self._save_checkpoint()
-        super().on_step_end()
+        with live.phase("publishing"):
+            super().on_step_end()
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        with live.phase("old log-probs"):
+            return self._old_log_probs(batch, metrics)
+
+    def _old_log_probs(self, batch: Any, metrics: dict[str, Any]) -> Any:
         schedule = self._schedule
         if schedule.mode == "recompute":
             return super()._compute_old_log_prob(batch, metrics)
@@ -198,6 +217,10 @@ class QaRLTrainerSync(PPOTrainerSync):
         )
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        with live.phase("update"):
+            return self._update(batch, metrics)
+
+    def _update(self, batch: Any, metrics: dict[str, Any]) -> Any:
         update_metrics: dict[str, Any] = {}
         updated = super()._update_actor(self._told(batch), update_metrics)
         if self._relies == "auto" and update_metrics.get(f"actor/{DIFFERING}", 0):
@@ -311,7 +334,8 @@ class QaRLTrainerSync(PPOTrainerSync):
         # verl declares the checkpoint complete at the end of its own method.
         folder = self._saving.folder(self.global_steps)
         write_json(folder / COUNTS, self._schedule.skipping.state_dict())
-        super()._save_checkpoint()
+        with live.phase("writing a checkpoint"):
+            super()._save_checkpoint()
         self._saving.saved(folder)
 
     def _load_checkpoint(self) -> Any:
@@ -386,6 +410,9 @@ class PromptReplayBuffer(ReplayBuffer):
         self._watch = Watch()
         self._watched = time.monotonic()
         self._preemptions = Preemptions()
+        self._partition = "train"
+        self._sampled = Sampled(0, 0, 0)
+        self._counted = time.monotonic()
 
     @staticmethod
     def _conflicts(arguments: Mapping[str, Any]) -> Iterator[Conflict]:
@@ -407,7 +434,12 @@ class PromptReplayBuffer(ReplayBuffer):
         self, global_steps: int, partition_id: str, batch_size: int
     ) -> tuple[Any, dict[str, Any]]:
         """Return verl's batch and metrics. For training batches, add `rollout/preemptions` if servers report it."""
-        batch, metrics = super().sample(global_steps, partition_id, batch_size)
+        self._partition = partition_id
+        self._sampled = Sampled(0, 0, 0)
+        with live.phase(
+            "sampling", total=batch_size, unit="prompts", measure=lambda: self._sampled
+        ):
+            batch, metrics = super().sample(global_steps, partition_id, batch_size)
         preemptions = (
             self._preemptions.since_last()
         )  # also in evaluations, so that the next batch counts only its own
@@ -438,9 +470,24 @@ class PromptReplayBuffer(ReplayBuffer):
                 "the remaining responses would favour short ones",
                 fix=f"fix the cause and {RESUME}",
             )
+        if time.monotonic() - self._counted > COUNT_SECONDS:
+            self._counted = time.monotonic()
+            self._sampled = self._count()
         if time.monotonic() - self._watched > WATCH_SECONDS:
             self._watched = time.monotonic()
             self._watch.ask()
             if dead := self._watch.dead():
                 what = "a process that generates has stopped, while the sampler waited for its responses"
                 raise has_stopped(what, dead)
+
+    def _count(self) -> Sampled:
+        """Count the prompts all of whose responses have ended, and the tokens of all responses that have."""
+        finished = self.finished_keys[self._partition]
+        tags = self.partitions[self._partition]
+        of_finished = [tag for key, tag in tags.items() if key.split("_")[0] in finished]
+        return Sampled(len(finished), tokens_of(tags.values()), tokens_of(of_finished))
+
+
+def tokens_of(tags: Iterable[Mapping[str, Any]]) -> int:
+    """Return the tokens of responses. `tags`: what verl's agent loop says of each."""
+    return sum(int(tag.get("response_len", 0)) for tag in tags)

@@ -203,6 +203,22 @@ def test_the_engine_reaches_its_model_through_these_attributes() -> None:
     assert hasattr(LLM, "get_metrics") and hasattr(LLM, "collective_rpc")
 
 
+def test_the_tokens_of_open_requests_are_in_these_attributes() -> None:
+    """`LiveCounts`: llm_engine.output_processor.request_states[...].detokenizer.num_output_tokens()."""
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+    sets = (
+        (LLMEngine, "output_processor"),
+        (OutputProcessor, "request_states"),
+        (RequestState, "detokenizer"),
+    )
+    for kind, name in sets:
+        assert f"self.{name}" in inspect.getsource(kind), f"{kind.__name__}.{name}"
+    assert hasattr(IncrementalDetokenizer, "num_output_tokens")
+
+
 def test_sampling_kernels_under_the_interpreter() -> None:
     """Log-probs and ranks in the places where QaRL reads them, and the tokens that top-k and top-p keep."""
     paths = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)])

@@ -32,6 +32,7 @@ METHODS = (
     "vllm.entrypoints.llm.LLM.sleep",
     "vllm.entrypoints.llm.LLM.wake_up",
     "vllm.v1.engine.core_client.InprocClient.shutdown",
+    "vllm.v1.engine.detokenizer.IncrementalDetokenizer.num_output_tokens",
     "vllm.v1.worker.worker_base.WorkerBase.get_model",
     "vllm.model_executor.layers.quantization.base_config.QuantizeMethodBase.process_weights_after_loading",
 )

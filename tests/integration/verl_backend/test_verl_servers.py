@@ -173,6 +173,18 @@ def sampler(monkeypatch, actors):
     return PromptReplayBuffer(**KWARGS), state
 
 
+def test_the_line_of_progress_counts_whole_prompts_and_all_ended_responses(sampler, monkeypatch):
+    """One prompt has both responses, of 3 and 4 tokens, and one the first of its two, of 5."""
+    buffer, state = sampler
+    state["train"] = prompts(a="finished", b="running", c="pending")["train"]
+    for key, tokens in {"a_0_0": 3, "a_1_0": 4, "b_0_0": 5}.items():
+        state["train"][key] = {"status": "success", "response_len": tokens}
+    monkeypatch.setattr(trainer, "COUNT_SECONDS", -1.0)
+    buffer._sync_metadata_from_transfer_queue()
+    counted = buffer._sampled
+    assert (counted.done, counted.tokens, counted.tokens_of_done) == (1, 12, 7)
+
+
 @pytest.mark.parametrize("others", [{"b": "finished"}, {"b": "running"}, {}])
 @pytest.mark.parametrize("partition", ["train", "val"])
 def test_a_failed_group_is_an_error_although_it_has_responses(sampler, others, partition):

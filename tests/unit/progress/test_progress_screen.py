@@ -241,6 +241,15 @@ def test_responses_that_are_sampled(file: io.StringIO, clock: Clock) -> None:
     ]
 
 
+def test_before_the_first_token_there_is_no_speed(file: io.StringIO, clock: Clock) -> None:
+    display = written_to(file, clock)
+    none = Sampled(0, 0, 0)
+    with display.phase("sampling", total=8, unit="responses", measure=lambda: none):
+        clock.now += 60
+        display.look()
+    assert file.getvalue() == "sampling (1 min 00 s): 0 of 8 responses\n"
+
+
 def test_a_display_that_fails_does_not_end_the_work(
     file: io.StringIO, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

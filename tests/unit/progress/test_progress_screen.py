@@ -9,11 +9,13 @@ import pty
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TextIO
 
 import pytest
 
-from qarl.progress import screen
+from qarl.console import note, say, stage, tell
+from qarl.progress import live, screen
 from qarl.progress.phases import Sampled
 from qarl.progress.screen import ERASE, Display
 
@@ -177,6 +179,30 @@ def test_a_record_of_logging_erases_the_line(terminal: Terminal, clock: Clock) -
         logger.warning("something")
         assert terminal.read().replace("\r\n", "\n") == f"{ERASE}something\n"
     assert logging.getLogRecordFactory() is factory
+
+
+def test_every_line_of_the_console_erases_it_first(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(live, "clear", lambda: os.write(2, b"erased "))
+    say("to stderr")
+    note("and a note")
+    assert capfd.readouterr().err == "erased to stderr\nerased note: and a note\n"
+    tell("to stdout")
+    assert capfd.readouterr() == ("to stdout\n", "erased ")
+
+
+def test_a_stage_is_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+
+    def phase(name: str, *, quiet: bool) -> AbstractContextManager[None]:
+        opened.append((name, quiet))
+        return nullcontext()
+
+    monkeypatch.setattr(live, "phase", phase)
+    with stage("loading", quiet=True), stage("reading"):
+        pass
+    assert opened == [("loading", True), ("reading", False)]
 
 
 @pytest.mark.parametrize(

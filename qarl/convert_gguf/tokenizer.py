@@ -2,7 +2,8 @@
 
 transformers takes the end-of-sequence token of Llama's family from the key of the beginning-of-sequence token, sets no
 padding token, and ignores `tokenizer.ggml.pre`, the name of the rule by which text is cut before byte pairs are merged.
-A response would then never end, or text would become other tokens than those that the model was trained with.
+Of Qwen's whole tokens, such as `<think>`, it knows three. A response would then never end, or text would become other
+tokens than those that the model was trained with.
 
 Every change is reported as one sentence.
 """
@@ -17,6 +18,9 @@ from qarl.errors import UserError
 
 TRUSTED = {"qwen2": ("qwen2", "qwen3", "qwen2moe", "qwen3moe"), "gpt-2": ("llama", "falcon")}
 """Rule of cutting -> the architectures for which transformers' conversion follows it."""
+CONTROL = 3
+USER_DEFINED = 4
+"""Values of `tokenizer.ggml.token_type` (gguf.TokenType)."""
 _QUESTION = {"role": "user", "content": "question"}
 _ANSWER = "the-answer"
 
@@ -40,7 +44,7 @@ def convert_tokenizer(file: GGUFFile, max_positions: int) -> tuple[Any, list[int
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     converted: Any = AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
-    changes = correct_cutting(converted, file)
+    changes = [*correct_cutting(converted, file), *correct_whole_tokens(converted, file)]
     # A new object: the converted one would save the conversion's arguments and clean_up_tokenization_spaces=true.
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=converted.backend_tokenizer,
@@ -73,6 +77,29 @@ def correct_cutting(tokenizer: Any, file: GGUFFile) -> list[str]:
         f"warning: the file names {rule!r} as the rule by which text is cut, and transformers ignores it; text may "
         "become other tokens than the original model's. Compare, or copy the original's tokenizer files"
     ]
+
+
+def correct_whole_tokens(tokenizer: Any, file: GGUFFile) -> list[str]:
+    """Add what the file calls control tokens and tokens of its user, which text must never be cut into.
+
+    Return what was changed."""
+    from tokenizers import AddedToken
+
+    words = file.get("tokenizer.ggml.tokens") or []
+    types = file.get("tokenizer.ggml.token_type") or []
+    known = tokenizer.added_tokens_decoder
+    missing = [
+        AddedToken(word, special=kind == CONTROL, normalized=False)
+        for number, (word, kind) in enumerate(zip(words, types, strict=True))
+        if kind in (CONTROL, USER_DEFINED) and number not in known
+    ]
+    if not missing:
+        return []
+    tokenizer.backend_tokenizer.add_tokens([token for token in missing if not token.special])
+    tokenizer.backend_tokenizer.add_special_tokens([token for token in missing if token.special])
+    names = ", ".join(str(token.content) for token in missing[:4])
+    more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+    return [f"{names}{more} are whole tokens; transformers' conversion cuts them into pieces"]
 
 
 def correct_special_tokens(tokenizer: Any, file: GGUFFile) -> tuple[list[int], list[str]]:
@@ -118,12 +145,20 @@ def correct_special_tokens(tokenizer: Any, file: GGUFFile) -> tuple[list[int], l
 
 
 def end_of_answer(tokenizer: Any) -> str | None:
-    """Return the special token that the chat template puts behind an answer, or None without template or token."""
+    """Return the special token that the chat template puts behind an answer.
+
+    Return None if there is no template or token, or if the template refuses a question with an answer."""
     if not tokenizer.chat_template:
         return None
     messages = [_QUESTION, {"role": "assistant", "content": _ANSWER}]
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    rest = text.rpartition(_ANSWER)[2].strip()
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception:  # templates raise their own errors
+        return None
+    _, answer, rest = text.rpartition(_ANSWER)
+    if not answer:
+        return None
+    rest = rest.strip()
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     ends = [token for token in special if rest.startswith(token)]
     return max(ends, key=len, default=None)

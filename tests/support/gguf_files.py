@@ -41,16 +41,18 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Any] | None = None,
     template: str | None = None,
+    user_words: tuple[str, ...] = (),
 ) -> Any:
     """Write a random Llama with the tokenizer of `chat_tokenizers` to `path`, and return the Llama.
 
-    kind: the type of its matrices. metadata: more or other keys. tensors: more tensors. template: another one."""
+    kind: the type of its matrices. metadata: more or other keys. tensors: more tensors. template: another one.
+    user_words: tokens at the end of the vocabulary, of the type that llama.cpp calls user-defined."""
     import gguf
     from gguf.quants import quantize
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(save_chat_tokenizer(path.with_suffix(".words")))
-    model = random_llama(len(tokenizer))
+    model = random_llama(len(tokenizer) + len(user_words))
     values = dict(metadata or {})
     writer = gguf.GGUFWriter(path, values.pop("general.architecture", "llama"))
     writer.add_context_length(128)
@@ -62,8 +64,8 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_vocab_size(len(tokenizer))
-    write_tokenizer(writer, tokenizer, template or tokenizer.chat_template)
+    writer.add_vocab_size(len(tokenizer) + len(user_words))
+    write_tokenizer(writer, tokenizer, template or tokenizer.chat_template, user_words)
     for key, value in values.items():
         add = writer.add_uint32 if isinstance(value, int) else writer.add_string
         add(key, value)
@@ -85,7 +87,9 @@ def write_gguf(
     return model
 
 
-def write_tokenizer(writer: Any, tokenizer: Any, template: str) -> None:
+def write_tokenizer(
+    writer: Any, tokenizer: Any, template: str, user_words: tuple[str, ...]
+) -> None:
     """Add the keys `tokenizer.*`: special tokens have type 3, others 1. The end is 2, and no pad token is named."""
     import json
 
@@ -93,8 +97,8 @@ def write_tokenizer(writer: Any, tokenizer: Any, template: str) -> None:
     words = sorted(backend["vocab"], key=backend["vocab"].get)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(words)
-    writer.add_token_types([3, 3, 3] + [1] * (len(words) - 3))
+    writer.add_token_list([*words, *user_words])
+    writer.add_token_types([3, 3, 3] + [1] * (len(words) - 3) + [4] * len(user_words))
     writer.add_token_merges([" ".join(pair) for pair in backend["merges"]])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

@@ -97,6 +97,25 @@ def test_a_template_with_another_end_than_the_metadata_s(
     )
 
 
+def test_tokens_of_the_user_are_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A reward that looks for them must see them, so they are no special tokens."""
+    write_gguf(tmp_path / "x.gguf", user_words=("<think>", "</think>"))
+    assert main([str(tmp_path / "x.gguf"), str(tmp_path / "out")]) == 0
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer("<think>x</think><|im_end|>").input_ids
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<think>", "x", "</think>", "<|im_end|>"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>x</think>"
+    assert "<think>, </think> are whole tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[0]['role'] }}"])
+def test_a_template_that_shows_no_end(template: str, tmp_path: Path) -> None:
+    """The metadata's end token stands."""
+    write_gguf(tmp_path / "x.gguf", template=template)
+    assert main([str(tmp_path / "x.gguf"), str(tmp_path / "out")]) == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|im_end|>"
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "has a scaled rotary embedding"),
     ({"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, "ignores rope_freqs.weight"),

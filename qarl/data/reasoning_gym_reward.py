@@ -11,6 +11,7 @@ right either, and the check of ground truths, before a run, says so.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -76,7 +77,9 @@ def score(response: str, extra_info: Mapping[str, Any] | None) -> float:
 def score_of(dataset: Any, answer: str | None, entry: dict[str, Any]) -> float:
     """Return the library's score of `answer`, or 0 if its scorer raises an exception."""
     try:
-        return float(dataset.score_answer(answer, entry))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about answers that cannot be read
+            return float(dataset.score_answer(answer, entry))
     except Exception:  # an answer that cannot be read; scorers raise many types for it
         return 0.0
 

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import importlib
 import typing
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -115,7 +116,9 @@ def make_dataset(task: str, words: Mapping[str, str], *, seed: int = 1, size: in
 def library(module: str = "") -> ModuleType:
     """Return the package reasoning_gym, or one of its modules. Raise UserError if it is not installed."""
     require(PACKAGE, needed_for="the source reasoning_gym")
-    return importlib.import_module(f"{PACKAGE}.{module}" if module else PACKAGE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of packages that it imports
+        return importlib.import_module(f"{PACKAGE}.{module}" if module else PACKAGE)
 
 
 def _tasks() -> dict[str, tuple[type, type]]:

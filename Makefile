@@ -97,7 +97,7 @@ test-slow: model model-moe smollm2 $(VENV)/trl
 	$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m slow
 	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -m slow tests/integration/trl_backend
 
-# The GPU lock on a machine without a GPU, in another virtual environment (docs/do/gpu.md).
+# The GPU lock on a machine without a GPU, in another virtual environment (docs/lookup/results/gpu.md).
 GPU_VENV ?= .venv-gpu
 test-gpu-stack:
 	$(MAKE) setup STACK=gpu VENV=$(GPU_VENV)

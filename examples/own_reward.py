@@ -3,7 +3,7 @@
     qarl train config=quickstart.yaml reward.function=examples/own_reward.py:short_and_right
 
 The signature is that of verl's custom rewards, so one function serves every backend. It is called with keyword
-arguments, once per response, and tried once before the run starts (docs/do/running.md).
+arguments, once per response, and tried once before the run starts (docs/do/reward.md).
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ A run is `qarl train config=NAME.yaml KEY=VALUE ...`. Later wins: the defaults b
 Values are YAML 1.2. Unknown keys are errors, and all errors come at once, before any work. `qarl train --help SECTION`
 prints the same as this page. Keys are named as in verl if verl has them: batch sizes of `data` and
 `ppo_mini_batch_size` count prompts, micro-batch sizes count responses. "The paper" is
-[arXiv 2604.07853](https://arxiv.org/abs/2604.07853). The paper's runs:
-[paper_runs.md](../do/paper_runs.md).
+[arXiv 2604.07853](https://arxiv.org/abs/2604.07853). The paper's runs have
+[a page](../do/paper_runs.md).
 """
 _COLUMNS = ("key", "meaning", "values", "unit", "default")
 

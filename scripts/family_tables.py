@@ -1,4 +1,4 @@
-"""Write the tables of docs/lookup/supported_models.md, from the result of the proof `family_keys`."""
+"""Write the tables of docs/lookup/results/models.md, from the result of the proof `family_keys`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.proofs.families import ALL, Row, results, rotary_rows, rows
 from qarl.align.families import LARGEST_SHARE
 from qarl.bench.report import markdown_table
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/lookup/supported_models.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/lookup/results/models.md"
 _LEVELS = ("W4A16 at `off`", "at `linears`", "at `model`", "BF16 at `linears`", "at `model`")
 
 

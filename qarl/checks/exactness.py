@@ -1,7 +1,7 @@
 """Where level `exact` does not promise δ = 0: several threads with long prompts, and adapters of small linears.
 
-A run, the doctor and TRL say these exceptions beside the level. docs/understand/alignment.md and docs/do/lora.md have
-the reasons.
+A run, the doctor and TRL say these exceptions beside the level. docs/understand/alignment.md and
+docs/understand/adapters.md have the reasons.
 """
 
 from __future__ import annotations

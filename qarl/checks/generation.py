@@ -27,7 +27,7 @@ def check_sampling(config: Config, *, level: Level, vocabulary: int, on_cpu: boo
     """Raise UserError if the trainer cannot compute log-probs for the engine's sampling, or needs too much memory.
 
     `level`: the applied alignment level, which may be lower than `quant.align`. `vocabulary`: rows of lm_head.
-    `on_cpu`: whether the engine runs on a CPU. On a GPU vLLM may sample from other tokens (docs/do/gpu.md).
+    `on_cpu`: whether the engine runs on a CPU. On a GPU vLLM may sample from other tokens (docs/lookup/results/gpu.md).
     """
     sampling_params(SamplingConfig.of_run(config))
     if not Truncation(config.rollout.top_p, config.rollout.top_k).active:

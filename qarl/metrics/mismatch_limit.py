@@ -9,7 +9,7 @@ compute different models, for example because a weight is not published. No loss
 These limits must suit every model, so they are wide. Before training, a second limit suits the model at hand:
 `check_noise` compares |δ| with the model's own noise (`qarl.align.rounding_noise`), on the same tokens.
 
-docs/understand/alignment.md lists the values of healthy runs, which are below the limits, and of mistakes, which are
+docs/lookup/results/mismatch.md lists the values of healthy runs, which are below the limits, and of mistakes, which are
 above. `python -m benchmarks.proofs mismatch_guard` measures both. This module imports neither torch nor vLLM.
 """
 

@@ -13,7 +13,7 @@ The rules are ours. Metrics of healthy runs are noisy, so the rules compare medi
 
 Most changes count only if they exceed both the limit of their rule (a factor or a difference) and several times the
 usual spread. The spread is 1.4826 times the median absolute deviation, which equals the standard deviation of normally
-distributed values. docs/do/troubleshooting.md lists the runs on which we checked the rules.
+distributed values. docs/lookup/results/warning_signs.md lists the runs on which we checked the rules.
 
 This module needs no torch. A resumed run rebuilds the state from its metrics.
 """

@@ -2,7 +2,7 @@
 
     from qarl.trl import QaRLConfig, QaRLTrainer
 
-docs/learn/trl.md says what changes for a TRL user. Importing this package does not import TRL; using a name does.
+docs/lookup/trl.md says what changes for a TRL user. Importing this package does not import TRL; using a name does.
 """
 
 from __future__ import annotations

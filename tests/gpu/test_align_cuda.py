@@ -1,4 +1,4 @@
-"""Operator by operator: vLLM's CUDA operators against the contracts of docs/do/gpu.md.
+"""Operator by operator: vLLM's CUDA operators against the contracts of docs/understand/cuda.md.
 
 Each test prints, for every rounding that the operator might have, how many outputs differ and by how much, and asks
 that the contract's be the nearest. `pytest -rP` shows what is printed. A contract is confirmed by writing the file of

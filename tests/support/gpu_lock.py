@@ -1,4 +1,4 @@
-"""The libraries of requirements/gpu.lock on a machine without a GPU, for tests/gpu_stack (docs/do/gpu.md).
+"""The libraries of requirements/gpu.lock on a machine without a GPU, for tests/gpu_stack (docs/lookup/results/gpu.md).
 
 vLLM's C libraries need libcuda.so.1, which comes with NVIDIA's driver. Without the driver, a stub takes its place: a
 library with the same name whose functions all return CUDA_ERROR_NO_DEVICE. With it, torch and vLLM load completely and

@@ -1,4 +1,4 @@
-"""The table of docs/do/verl.md that says of every metric whether both backends log it, and equally."""
+"""The table of docs/lookup/verl.md that says of every metric whether both backends log it, and equally."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = ("equal", "local", "verl", "measured")
 @cache
 def rows() -> dict[str, str]:
     """Pattern of a name -> its kind, the first word of the row's second cell. Earlier rows come first."""
-    page = (ROOT / "docs/do/verl.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/lookup/verl.md").read_text(encoding="utf-8")
     table = page.split("| metrics | in the two backends |")[1].split("\n\n")[0]
     found = {}
     for names, text in re.findall(r"^\| (`.*?) \| (.*) \|$", table, flags=re.MULTILINE):

@@ -111,9 +111,9 @@ def test_bare_names_in_the_layout_table_are_files() -> None:
 
 
 def test_every_unconfirmed_claim_names_code_and_a_test_that_are_there() -> None:
-    """docs/do/gpu.md: a test of tests/gpu, or parts of scripts/gpu_parts.py. Every other test of tests/gpu has
-    passed on a device."""
-    text = (ROOT / "docs/do/gpu.md").read_text(encoding="utf-8")
+    """docs/lookup/results/gpu.md: a test of tests/gpu, or parts of scripts/gpu_parts.py. Every other test of tests/gpu
+    has passed on a device."""
+    text = (ROOT / "docs/lookup/results/gpu.md").read_text(encoding="utf-8")
     table = text.split("<!-- unconfirmed -->")[1].split("<!-- /unconfirmed -->")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]

@@ -169,7 +169,7 @@ def terms_table(rows: list[dict[str, Any]]) -> str:
 def footer() -> str:
     errors = ", ".join(f"{phase} {low:.2f}-{high:.2f}" for phase, (low, high) in ERROR.items())
     return (
-        "docs/lookup/results/benchmarks.md says what is left out, and qarl/bench/plan/assumptions.py has each assumed "
+        "docs/do/measure_speed.md says what is left out, and qarl/bench/plan/assumptions.py has each assumed "
         "or estimated number. No GPU has been compared.\n"
         f"Error (predicted / measured) on a CPU, 11 steps of 135M parameters; larger for smaller models: {errors}."
     )

@@ -4,7 +4,7 @@
     silu_and_mul        `silu_and_mul`
     flash_attention     FlashAttention 3, with pages of keys and values, and one split
 
-A contract (docs/do/gpu.md) says which intermediate results are BF16 and which are FP32. The checks in
+A contract (docs/understand/cuda.md) says which intermediate results are BF16 and which are FP32. The checks in
 tests/support/contract_checks.py follow the contracts in PyTorch, so that the level can be tested without a GPU. The
 contracts are read from the source of the release in requirements/gpu.lock.
 
@@ -64,7 +64,7 @@ CONTRACTS = {
     "compute_token_logprobs": "gpu_check_2026-11-27.json",
 }
 """vLLM's operator -> the file under benchmarks/results in which a device has confirmed its contract, or empty.
-docs/do/gpu.md has the contracts: what each operator rounds, and what that leaves open."""
+docs/understand/cuda.md has the contracts: what each operator rounds, and what that leaves open."""
 
 
 def unconfirmed() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Every metric of the two backends on one recorded batch, against the table of docs/do/verl.md."""
+"""Every metric of the two backends on one recorded batch, against the table of docs/lookup/verl.md."""
 
 from __future__ import annotations
 

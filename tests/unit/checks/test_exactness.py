@@ -92,7 +92,7 @@ def test_the_log_says_for_which_prompts(asked: Level) -> None:
 def test_the_pages_name_the_same_limits() -> None:
     alignment_page, lora_page = (
         (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
-        for name in ("understand/alignment", "do/lora")
+        for name in ("understand/alignment", "understand/adapters")
     )
     assert re.search(rf"prompts of more than\s+about {EXACT_PROMPT} tokens", alignment_page)
     assert f"linear is at most {ONE_BY_ONE}" in lora_page

@@ -144,7 +144,7 @@ def test_the_page_shows_the_same_table() -> None:
             continue
         ours = [cell(row, value_of(config, row)) for config in configs.values()]
         expected.append([f"`{row.paper}`", shown(row.value), *ours])
-    assert page_table("the paper's key") == expected
+    assert page_table("paper_runs", "the paper's key") == expected
 
 
 def shown(value: Any) -> str:
@@ -155,9 +155,9 @@ def cell(row: Row, value: Any) -> str:
     return shown(row.value) if value == row.value else f"**{shown(value)}**"
 
 
-def page_table(first: str) -> list[list[str]]:
-    """The rows of the page's table whose first heading is `first`."""
-    page = (ROOT / "docs/do/paper_runs.md").read_text(encoding="utf-8")
+def page_table(name: str, first: str) -> list[list[str]]:
+    """The rows of the table whose first heading is `first`, on a page of docs/do."""
+    page = (ROOT / f"docs/do/{name}.md").read_text(encoding="utf-8")
     lines = page.partition(f"\n| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
     return [[text.strip() for text in line.strip().strip("|").split("|")] for line in lines]
 
@@ -184,7 +184,7 @@ def peak_gib(config: Config) -> float:
 
 def test_the_page_shows_the_plan(config: Config) -> None:
     column = 1 + list(MODELS).index(config.name)
-    rows = page_table("term, per GPU")
+    rows = page_table("memory", "term, per GPU")
     memory = plan(config)
     shown = {row[0]: row[column] for row in rows if row[column]}
     parts = {
@@ -195,7 +195,7 @@ def test_the_page_shows_the_plan(config: Config) -> None:
 
 def test_a_gpu_of_80_gb_has_room(config: Config) -> None:
     """By qarl.checks.memory's estimate, with a tenth to spare for fragmentation; the page gives the figures."""
-    page = {row[0]: row for row in page_table("model | state per GPU")}
+    page = {row[0]: row for row in page_table("memory", "model | state per GPU")}
     model = config.model.path.removeprefix("Qwen/")
     assert page[model][-1] == f"{peak_gib(config):.0f} GiB"
     assert peak_gib(config) < TIGHT * GPUS["h100"][1]

@@ -179,7 +179,7 @@ def test_a_mismatch_is_not_taken_for_an_update(
 
 
 def test_updates_of_a_constant_size_are_seldom_taken_for_large_ones() -> None:
-    """Without a trend, with the noise of the quickstart's runs: docs/do/troubleshooting.md on false warnings."""
+    """Without a trend, with the noise of the quickstart's runs (docs/lookup/results/warning_signs.md)."""
     warned = 0
     for seed in range(200):
         rng = random.Random(seed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,6 +37,7 @@ _SAME_SIZES = {
     ),
 }
 """Models without a folder in `CARRIED`: name -> (folder of a similar model, the config keys that differ)."""
+INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -197,6 +198,12 @@ def cannot_load(path: str, why: str) -> UserError:
     )
 
 
+def refuse_no_weights(path: str) -> None:
+    """Raise UserError if `path` is a folder without weights."""
+    if Path(path).is_dir() and not any(Path(path).glob("*.bin")):
+        raise cannot_load(path, "it holds neither *.safetensors nor *.bin files")
+
+
 def lacks_tensors(path: str, names: Sequence[str]) -> UserError:
     what = f"the checkpoint lacks {len(names)} tensors of the model"
     where = f"{path}: {', '.join(sorted(names)[:4])}"
@@ -275,10 +282,11 @@ def check_tied(weight_files: Sequence[Path], model: nn.Module) -> None:
 
 
 def weight_files(path: str) -> list[Path]:
-    """Return the safetensors files of a local model. Raise UserError if one cannot be opened."""
+    """Return the safetensors files of a local model. Raise UserError if one is missing or cannot be opened."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(Path(path).glob("*.safetensors"))
+    _check_index(path, {file.name for file in files})
     for file in files:
         try:
             with safe_open(file, framework="pt"):
@@ -290,3 +298,21 @@ def weight_files(path: str) -> list[Path]:
                 f"cannot read the weights in {file}", where="model.path", why=why, fix=fix
             ) from error
     return files
+
+
+def _check_index(path: str, names: Collection[str]) -> None:
+    """Raise UserError if the folder's index lists a file that is not among `names`, or cannot be read."""
+    index = Path(path) / INDEX
+    if not index.is_file():
+        return
+    try:
+        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise cannot_load(path, f"{INDEX} is damaged ({type(error).__name__}: {error})") from error
+    if missing := sorted(listed - set(names)):
+        raise UserError(
+            f"{len(missing)} of {len(listed)} weight files are missing",
+            where=f"model.path: {path}",
+            why=f"{INDEX} lists {', '.join(missing[:4])}",
+            fix="download or copy the missing files",
+        )

@@ -8,6 +8,7 @@ and print all findings (`examine`). The doctor adds checks of its own (`qarl.doc
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from qarl.checks.model import (
     level_notes,
     refuse_hidden_code,
 )
-from qarl.checks.model_folder import check_tied
+from qarl.checks.model_folder import check_tied, compared_tensors, refuse_no_weights
 from qarl.checks.special_tokens import special_tokens_unseen
 from qarl.config import Config
 from qarl.console import note as print_note
@@ -324,6 +325,26 @@ def _adapters(config: Config, model: nn.Module) -> Findings:
     )
 
 
+def _weights(
+    config: Config, machine: Machine, model: nn.Module, weight_files: list[Path]
+) -> Findings:
+    """Compare the tensors in a model's folder with its config. Raise UserError if weights are missing, which a rank
+    would otherwise find after the start of Ray."""
+    if not weight_files:
+        if machine.here:
+            refuse_no_weights(config.model.path)
+        return
+    count = compared_tensors(weight_files, model)
+    if count is None:
+        yield note(
+            f"the tensor names in {len(weight_files)} safetensors files differ from the model's, so shapes were not "
+            "compared",
+            fix="make sure that the files belong to this config.json",
+        )
+    else:
+        yield ok(f"{count} stored tensors have the shapes that config.json says")
+
+
 CHECKS = (
     Check(
         "packages",
@@ -384,7 +405,7 @@ CHECKS = (
     Check("data", "the reward function scores a row", _reward),
     Check("data", "ground truths are right answers", _ground_truths),
     Check("data", "the reward sees the special tokens that it names", special_tokens_unseen),
-    Check("weights", "all weight files can be opened", lambda weight_files: None),
+    Check("weights", "the weights are complete", _weights),
     Check("weights", "tied embeddings are equal", check_tied),
 )
 """All checks of a run, in the order in which they are made: the cheapest first."""

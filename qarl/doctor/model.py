@@ -27,7 +27,6 @@ from qarl.checks.exactness import exceptions
 from qarl.checks.machine import Machine
 from qarl.checks.memory import OFFLOAD, MemoryEstimate, estimate, readable
 from qarl.checks.memory_parts import adapter_parameters, ranks
-from qarl.checks.model_folder import cannot_load, compared_tensors
 from qarl.checks.model_size import ModelSize, Shape
 from qarl.config import Config
 from qarl.config.ignored_layers import is_ignored, resolve_ignored
@@ -61,30 +60,13 @@ REMEDIES = {
 """Advice for the phase that needs the most memory."""
 
 
-def weights(
-    config: Config, machine: Machine, model: nn.Module, weight_files: list[Path]
-) -> Findings:
-    path = config.model.path
-    if (
-        not weight_files
-        and machine.here
-        and Path(path).is_dir()
-        and not any(Path(path).glob("*.bin"))
-    ):
-        raise cannot_load(path, "it holds neither *.safetensors nor *.bin files")
+def weights(config: Config, model: nn.Module, weight_files: list[Path]) -> Findings:
+    """Say what the run reads, whose checks of the files are in the registry (`qarl.checks.registry`)."""
     if not weight_files:
         size = readable(2 * sum(parameter.numel() for parameter in model.parameters()))
-        why = f"{path} holds no safetensors here; the weights have {size}"
+        why = f"{config.model.path} holds no safetensors here; the weights have {size}"
         raise NotCheckedError(why, "run the doctor where they are, stored as safetensors")
-    count = compared_tensors(weight_files, model)
-    if count is None:
-        what = f"the tensor names in {len(weight_files)} safetensors files differ from the model's"
-        yield note(
-            f"{what}, so shapes were not compared",
-            fix="make sure that the files belong to this config.json",
-        )
-    else:
-        yield ok(f"{count} stored tensors have the shapes that config.json says")
+    yield ok(f"the weights are in {len(weight_files)} safetensors files")
 
 
 def ignored_layers(
@@ -362,7 +344,7 @@ def kv_cache(config: Config, machine: Machine, plan: MemoryEstimate) -> Findings
 
 
 CHECKS = (
-    Check("weights", "the weights are complete", weights),
+    Check("weights", "the weights are here", weights),
     Check("ignore list", "entries of quant.ignore match layers", ignored_layers),
     Check("kernels", "the trainer has kernels", trainer_kernels),
     Check("kernels", "vLLM has kernels", engine_kernels),

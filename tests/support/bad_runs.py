@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 Refusal = Callable[..., str]
 """The fixture `refusal`: overrides and `words` -> the message of a proper refusal."""
@@ -51,6 +52,21 @@ def write_rows(path: str, rows: list[dict[str, Any]]) -> None:
 def edit_model_config(**changes: Any) -> None:
     path = Path("model/config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def remove(pattern: str) -> Callable[[], object]:
+    def spoil() -> None:
+        for path in list(Path("model").glob(pattern)):
+            path.unlink()
+
+    return spoil
+
+
+def lose_a_tensor() -> None:
+    file = Path("model/model.safetensors")
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def hide_package(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:

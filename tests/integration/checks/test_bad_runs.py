@@ -25,6 +25,8 @@ from bad_runs import (
     Refusal,
     edit_model_config,
     hide_package,
+    lose_a_tensor,
+    remove,
     row,
     write_rows,
 )
@@ -100,10 +102,6 @@ def test_fault_in_the_config(
 # Faults of model, data, rewards and folders: how to spoil the run, arguments, and words of the message.
 
 
-def remove(pattern: str) -> Spoil:
-    return lambda: [path.unlink() for path in list(Path("model").glob(pattern))]
-
-
 def rename(file: str, new: str, *empty: str) -> Spoil:
     return lambda: [
         Path("model", file).rename(Path("model", new)),
@@ -113,13 +111,6 @@ def rename(file: str, new: str, *empty: str) -> Spoil:
 
 def config_is(**changes: Any) -> Spoil:
     return lambda: edit_model_config(**changes)
-
-
-def lose_a_tensor() -> None:
-    file = Path("model/model.safetensors")
-    tensors = load_file(file)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def tie_weights_that_differ() -> None:

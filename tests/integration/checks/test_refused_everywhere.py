@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_runs import EngineConstructed, Refusal, edit_model_config
+from bad_runs import EngineConstructed, Refusal, edit_model_config, lose_a_tensor, remove
 from damaged_files import POINTER
 from doctor_rig import examine, said
 
@@ -21,6 +22,11 @@ pytestmark = pytest.mark.usefixtures("startable_run")
 
 def head_size(size: int) -> Callable[[], None]:
     return lambda: edit_model_config(head_dim=size)
+
+
+def lose_a_shard() -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    Path("model/model.safetensors.index.json").write_text(json.dumps(index))
 
 
 MODELS: dict[str, tuple[Callable[[], object], list[str]]] = {
@@ -36,6 +42,22 @@ for _file in ("model.safetensors", "tokenizer.json", "config.json"):
         partial(Path("model", _file).write_text, POINTER),
         [_file, "git-lfs", "model.path", "lfs pull"],
     )
+WEIGHTS: dict[str, tuple[Callable[[], object], list[str]]] = {
+    "no weights": (remove("model.safetensors"), ["cannot be loaded", "model.path", "safetensors"]),
+    "a tensor is lacking": (lose_a_tensor, ["lacks 1 tensors", "layers.1.mlp.up_proj", "random"]),
+    "weights of another size": (
+        partial(edit_model_config, intermediate_size=128),
+        ["cannot be built from its weights", "config.json"],
+    ),
+    "a shard is missing": (
+        lose_a_shard,
+        ["1 of 2 weight files are missing", "model-2.safetensors", "model.path"],
+    ),
+    "a damaged index": (
+        partial(Path("model/model.safetensors.index.json").write_text, "{"),
+        ["cannot be loaded", "index.json is damaged"],
+    ),
+}
 CONFIGS = [
     ("rollout.top_k=1", "would sample only the likeliest token"),
     ("rollout.top_p=1e-4", "all responses to a prompt would be the same"),
@@ -59,6 +81,19 @@ def test_a_model(refusal: Refusal, name: str, backend: str) -> None:
     what = message.removeprefix("error: ").splitlines()[0].strip()
     assert code == 1
     assert what in said(findings, "error")
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("backend", ["local", pytest.param("verl", marks=pytest.mark.verl)])
+def test_weights(refusal: Refusal, name: str, backend: str) -> None:
+    """A dry run does not need them."""
+    spoil, words = WEIGHTS[name]
+    spoil()
+    chosen = f"backend={backend}"
+    message = refusal(chosen, words=words)
+    code, findings = examine(chosen)
+    assert code == 1
+    assert message.removeprefix("error: ").splitlines()[0].strip() in said(findings, "error")
 
 
 @pytest.mark.parametrize(("arguments", "words"), CONFIGS)
@@ -105,8 +140,6 @@ def test_a_warning(capsys: pytest.CaptureFixture[str], name: str) -> None:
 
 def test_a_vocabulary_that_is_larger_than_the_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
     """Only verl masks the other ids on one side. In one process both sides sample them."""
-    import json
-
     tokenizer = json.loads(Path("model/tokenizer.json").read_text())
     for token in ("t62", "t63"):
         del tokenizer["model"]["vocab"][token]

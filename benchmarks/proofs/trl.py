@@ -78,13 +78,14 @@ def train(settings: dict[str, Any]) -> Row:
 
     model = settings.pop("model")
     file = settings.pop("data")
+    scored_by = settings.pop("reward", reward)
     data = load_dataset(
         Path(file).suffix[1:].replace("jsonl", "json"), data_files=file, split="train"
     )
     held_out = data.select(range(8)) if "eval_strategy" in settings else None
     more: dict[str, Any] = {"peft_config": LoraConfig(**lora)} if lora else {}
     trainer = QaRLTrainer(
-        model, reward, QaRLConfig(**settings), data, held_out, callbacks=[Recorder()], **more
+        model, scored_by, QaRLConfig(**settings), data, held_out, callbacks=[Recorder()], **more
     )
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=resume)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from bad_runs import row, write_rows
 from random_models import save_tokenizer
+from smollm2 import skip_unless_installed
 
+from qarl.data.entry_text import to_text
 from qarl.errors import UserError
 from qarl.eval import evaluate
 from qarl.eval.arguments import EvalRequest, settings_of
@@ -79,3 +81,17 @@ def test_a_damaged_file(model: Path) -> None:
     request = EvalRequest(model, files="x.jsonl", reward="arithmetic")
     with pytest.raises(UserError, match="UTF-16"):
         evaluate.evaluate(request, settings_of(request))
+
+
+def test_a_task_of_reasoning_gym(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The library's own scorer, for a right and for a wrong response."""
+    skip_unless_installed("reasoning_gym")
+    rows = []
+    for answer in ("t7", "t8"):
+        entry = {"question": "t3", "answer": answer, "metadata": {}}
+        info = {"task": "caesar_cipher", "parameters": "{}", "answer_in": "auto"}
+        rows.append(row(ground_truth=answer) | {"extra_info": info | {"entry": to_text(entry)}})
+    write_rows("x.jsonl", rows)
+    request = EvalRequest(model, files="x.jsonl", reward="reasoning_gym")
+    assert "| 50.0% " in evaluate.evaluate(request, settings_of(request))
+    assert "ground truths" not in capsys.readouterr().err

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from benchmarks.proofs import trl as trl_cpu
 from qarl.checkpoint.resumable import tensors_digest
+from qarl.data.entry_text import to_text
 
 pytestmark = pytest.mark.vllm
 
@@ -163,3 +164,27 @@ def test_the_example_runs(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert "'mismatch/abs_max': '0'" in run.stdout
+
+
+def test_a_step_on_a_task_of_reasoning_gym(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rewards come from the library's scorer, which the reward's process finds by itself."""
+    from smollm2 import skip_unless_installed
+
+    skip_unless_installed("reasoning_gym")
+    data = tmp_path / "train.jsonl"
+    entry = {"question": "t3", "answer": "t7", "metadata": {}}
+    info = {"task": "caesar_cipher", "parameters": "{}", "answer_in": "auto"}
+    rows = [
+        {
+            "prompt": f"t3 t{i}",
+            "reward_model": {"ground_truth": "t7"},
+            "extra_info": info | {"entry": to_text(entry)},
+        }
+        for i in range(4, 60)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setitem(trl_cpu.SETTINGS, "data", str(data))
+    (row,) = trl_cpu.run({"max_steps": 1, "reward": "reasoning_gym"})
+    (step,) = row["history"]
+    assert step["mismatch/abs_max"] == 0
+    assert 0 <= step["reward"] < 1

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy
 import pytest
-from gym_tasks import GYM_TASKS
 from smollm2 import skip_unless_installed
 
+from benchmarks.proofs.gym_tasks import GYM_TASKS
 from qarl.data.entry_text import from_text, to_text
 from qarl.data.ground_truths import judge
 from qarl.data.prompts import Prompt

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.align.compared_keys import TABLE
-from qarl.align.families import FAMILIES, SHOWN
+from qarl.families import ALIGNED, MEASURED, family_named
 from qarl.process import package_versions
 
 SHARED = {
@@ -45,22 +45,7 @@ FAMILY = {
         "models/{family}/configuration_{family}.py",
     ),
 }
-INHERITED = {
-    "vllm": {
-        "qwen3": ("qwen2",),
-        "arcee": ("llama",),
-        "cwm": ("llama",),
-        "ernie4_5": ("llama",),
-        "mistral": ("llama",),
-    }
-}
-"""Families whose classes in vLLM are built of another's."""
-FILES = {
-    "vllm": {"cohere": "commandr", "cwm": "llama", "ernie4_5": "ernie45", "gemma3_text": "gemma3"},
-    "transformers": {"gemma3_text": "gemma3"},
-}
-"""Families whose source is not named like the family."""
-ALL = (*FAMILIES, *SHOWN)
+ALL = (*ALIGNED, *MEASURED)
 CONFIGS = {"config", "hf_config", "hf_text_config", "text_config"}
 ROPES = {"rope_parameters", "rope_parameters_dict", "rope_scaling", "rope_params", "scaling"}
 METHODS = {
@@ -162,14 +147,20 @@ def fields_of(tree: ast.AST) -> Iterator[str]:
             )
 
 
+def source_names(package: str, family: str) -> tuple[str, ...]:
+    """Return the names in `FAMILY` of the sources with the family's class and the classes that it is built of."""
+    described = family_named(family)
+    if package == "vllm":
+        return described.vllm_files or (family,)
+    return (described.transformers_folder or family,)
+
+
 def read_keys(package: str, family: str) -> list[str]:
     """Every key that `package` may read from a config of `family`, sorted."""
     root = package_root(package)
-    relatives = list(SHARED[package]) if family in FAMILIES else []  # else Llama's list has them
-    for name in (family, *INHERITED.get(package, {}).get(family, ())):
-        relatives += [
-            template.format(family=FILES[package].get(name, name)) for template in FAMILY[package]
-        ]
+    relatives = list(SHARED[package]) if family in ALIGNED else []  # else Llama's list has them
+    for name in source_names(package, family):
+        relatives += [template.format(family=name) for template in FAMILY[package]]
     keys: set[str] = set()
     for relative in relatives:
         tree = ast.parse((root / relative).read_text())

@@ -10,8 +10,8 @@ from bench_table import replace_tables
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.proofs.families import ALL, Row, results, rotary_rows, rows
-from qarl.align.families import LARGEST_SHARE
 from qarl.bench.report import markdown_table
+from qarl.families.measured import LARGEST_SHARE
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/lookup/results/models.md"
 _LEVELS = ("W4A16 at `off`", "at `linears`", "at `model`", "BF16 at `linears`", "at `model`")

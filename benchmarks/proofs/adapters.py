@@ -26,9 +26,9 @@ from benchmarks.proofs.harness import (
     arguments,
     timed,
 )
-from qarl.align.families import SHOWN, WITHOUT_ADAPTERS
 from qarl.config import load_config
 from qarl.config.level import Level
+from qarl.families import family_named
 
 FOLDER = ROOT / "runs" / "proofs" / "adapters"
 SMALL: Row = {
@@ -146,14 +146,14 @@ def adapters_families(
 ) -> None:
     """Train adapters of a random model of each family, so fast that they matter: |δ| of the last step.
 
-    It must be 0 where level `exact` exists. Elsewhere it is 0.6 to 2.6 times `SHOWN`, which is of the first step and of
-    W4A16: it depends on the weights, which have changed. Three times is allowed."""
+    It must be 0 where level `exact` exists. Elsewhere it is 0.6 to 2.6 times the family's `linears_mismatch`, which is
+    of the first step and of W4A16: it depends on the weights, which have changed. Three times is allowed."""
     for family, scheme in product(families, schemes):
-        if family not in WITHOUT_ADAPTERS and record.wants(name := f"{family} | {scheme}"):
+        if family_named(family).adapters and record.wants(name := f"{family} | {scheme}"):
             last = trained_family(family, scheme, steps)
             row: Row = {key: last[f"mismatch/{key}"] for key in ("abs_mean", "abs_max", "k3")}
             row["grad_norm"] = last["actor/grad_norm"]
-            limit = 3 * SHOWN[family] if family in SHOWN else 0.0
+            limit = 3 * (family_named(family).linears_mismatch or 0.0)
             record.add(name, row, ok=row["abs_mean"] <= limit and row["grad_norm"] > 0)
 
 

@@ -38,20 +38,20 @@ from benchmarks.proofs.harness import (
 )
 from qarl.align.compared_keys import SIZES as SIZE_KEYS
 from qarl.align.compared_keys import read_keys
-from qarl.align.families import FAMILIES, PADDED, SHOWN
 from qarl.align.model_config import REFUSED, UNREAD
 from qarl.checks.layers import meta_model
 from qarl.checks.model import applied_level
 from qarl.checks.model_folder import load_hf_config
 from qarl.config import load_config
 from qarl.errors import UserError
+from qarl.families import ALIGNED, MEASURED, family_named, family_of
 from qarl.metrics.mismatch_limit import MismatchError
 from qarl.train import main as train
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
 from qarl.trainer.prepare import prepare_run
 
-ALL = (*FAMILIES, *SHOWN)
+ALL = (*ALIGNED, *MEASURED)
 PROMPTS = ROOT / "data" / "column_addition" / "train.parquet"
 VALUES: dict[str, Any] = yaml.safe_load(
     Path(__file__).with_name("family_values.yaml").read_text(encoding="utf-8")
@@ -77,8 +77,8 @@ def engine_keys(family: str) -> list[str]:
     read = read_keys(family)
     keys = [
         key
-        for key, refusal in REFUSED.items()
-        if family in refusal.families or (family in SHOWN and key in read)
+        for key in sorted(REFUSED)
+        if key in family_named(family).refuses or (family in MEASURED and key in read)
     ]
     return [key for key in keys if key not in optional_keys(family) and key in VALUES["values"]]
 
@@ -134,7 +134,7 @@ def content(family: str, changes: Row) -> Row:
     for alias, key in type(default).attribute_map.items():  # the other name would undo the change
         if alias in changes or key in changes:
             sizes = {name: value for name, value in sizes.items() if name not in (alias, key)}
-    if getattr(default, "sliding_window", None) and family not in FAMILIES:
+    if getattr(default, "sliding_window", None) and family not in ALIGNED:
         sizes["sliding_window"] = 24
     if family == "qwen2":
         sizes["vocab_size"] = 289  # transformers' tokenizer for this family adds <|endoftext|>
@@ -197,7 +197,7 @@ def run_arguments(
     hf_config = load_hf_config(str(folder))
     settings = QUIET | {
         "model.path": folder,
-        "model.use_remove_padding": hf_config.model_type not in PADDED,
+        "model.use_remove_padding": family_of(hf_config).packs,
         "data.train_files": [str(folder.parent / "prompts.parquet")],
         "data.val_files": [],
         "data.train_batch_size": 4,

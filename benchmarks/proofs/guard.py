@@ -26,8 +26,8 @@ from benchmarks.proofs.families import (
     write_weights,
 )
 from benchmarks.proofs.harness import LEVELS, SCHEMES, Record, Row, arguments
-from qarl.align.families import FAMILIES
 from qarl.config import load_config
+from qarl.families import ALIGNED
 from qarl.metrics.mismatch_limit import MismatchError, resolve_limit
 from qarl.process import configure_vllm_process
 from qarl.rollout.publish.writers import WritePlan
@@ -75,7 +75,7 @@ def small(std: float, **changes: Any) -> Row:
 
 
 def _healthy(family: str) -> tuple[str, ...]:
-    return ("off", "linears", "model") if family in FAMILIES else ("off", "linears")
+    return ("off", "linears", "model") if family in ALIGNED else ("off", "linears")
 
 
 WRONG = (
@@ -106,7 +106,7 @@ HEALTHY = (
     ),
     *(
         Model(f"{family}, {LONG} tokens, {scheme}", family, small(0.03, max_position_embeddings=2 * LONG), wrong=False,
-              levels=("model",) if family in FAMILIES else ("linears",), scheme=scheme, length=LONG)
+              levels=("model",) if family in ALIGNED else ("linears",), scheme=scheme, length=LONG)
         for i, family in enumerate(ALL)
         for scheme in ("w4a16", ("w8a8", "bf16")[i % 2])
     ),

@@ -1,8 +1,8 @@
 """Which alignment level applies to a model: the level that was asked for, or the highest below it that exists there.
 
-Levels `model` and `exact` exist for Llama, Qwen2, Qwen3 and Qwen3-MoE against vLLM on CPU. On a GPU, `model` exists for
-dense models (`qarl.align.cuda`). Other models and devices get the next lower level, with the reasons. On a CPU `model`
-is `exact` wherever the engine's attention can be called.
+Levels `model` and `exact` exist for the families of `qarl.families.aligned` against vLLM on CPU. On a GPU, `model`
+exists for dense models (`qarl.align.cuda`). Other models and devices get the next lower level, with the reasons. On a
+CPU `model` is `exact` wherever the engine's attention can be called.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from qarl.align.cuda import unavailable_on_cuda, unconfirmed_on_cuda
-from qarl.align.families import FAMILIES
-from qarl.align.model_config import ENGINE_ACTIVATIONS
 from qarl.align.rotary import head_size_of, is_plain, match_rotary
 from qarl.config.level import Level
+from qarl.families import ALIGNED, family_of
+from qarl.families.aligned import ENGINE_ACTIVATIONS
 from qarl.kernels.base import Kernel
 from qarl.kernels.cpu import layer_ops
 from qarl.process import vllm_unusable, vllm_without_device
@@ -96,8 +96,8 @@ def model_unavailable(
         return f"is built for cpu and cuda, not for {device_type}"
     if dtype != torch.bfloat16:
         return f"is built for BF16 weights, not for {dtype}"
-    if config.model_type not in FAMILIES:
-        return f"is built for {', '.join(FAMILIES)}, not for {config.model_type}"
+    if not family_of(config).aligned:
+        return f"is built for {', '.join(ALIGNED)}, not for {config.model_type}"
     if why_not := rotary_unavailable(config, device_type):
         return why_not
     if config.hidden_act not in ENGINE_ACTIVATIONS:

@@ -1,20 +1,21 @@
-"""Which values of a config's keys both sides were compared with, in the families of `SHOWN`.
+"""Which values of a config's keys both sides were compared with, in the families of `MEASURED`.
 
 There the rule refuses by default. A key must have the default of the family's config class, unless it is in `SIZES` or
-no forward reads it, or `COMPARED` allows its value. `python -m benchmarks.proofs family_keys` measures the rows behind
-`COMPARED`. scripts/config_keys.py writes the list of the keys that vLLM or transformers reads, `config_keys_read.json`.
+no forward reads it, or the family's `compared` allows its value (`qarl.families.measured`). `python -m
+benchmarks.proofs family_keys` measures the rows behind it. scripts/config_keys.py writes the list of the keys that vLLM
+or transformers reads, `config_keys_read.json`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from qarl.align.families import SHOWN
 from qarl.errors import UserError
+from qarl.families import MEASURED
 
 TABLE = Path(__file__).with_name("config_keys_read.json")
 SIZES = frozenset(
@@ -29,99 +30,6 @@ SIZES = frozenset(
     ]
 )
 """Keys whose value is the shape of a parameter on both sides, or a limit on positions."""
-
-Allowed = Callable[[Any, Any], bool]
-"""(value, config) -> whether both sides compute the same with it."""
-
-
-def any_value(value: Any, config: Any) -> bool:
-    return True
-
-
-def _only(*values: Any) -> Allowed:
-    return lambda value, config: value in values
-
-
-def head_size_of_hidden(value: Any, config: Any) -> bool:
-    return value is None or bool(value * config.num_attention_heads == config.hidden_size)
-
-
-def _windows(value: Any, config: Any) -> bool:
-    return set(value or ()) <= {"full_attention", "sliding_attention"}
-
-
-def is_positive(value: Any, config: Any) -> bool:
-    return isinstance(value, int) and value > 0
-
-
-def _window_or_none(value: Any, config: Any) -> bool:
-    return value is None or is_positive(value, config)
-
-
-def _window_or_full(value: Any, config: Any) -> bool:
-    """EXAONE 4: without a window, all layers rotate and attend to all tokens."""
-    return is_positive(value, config) or (
-        value is None and set(config.layer_types or ()) == {"full_attention"}
-    )
-
-
-_FLAG = _only(True, False)
-_NORM: dict[str, Allowed] = {"rms_norm_eps": any_value, "head_dim": any_value}
-_USUAL: dict[str, Allowed] = {**_NORM, "tie_word_embeddings": _FLAG}
-_BIASES: dict[str, Allowed] = {"attention_bias": _FLAG, "mlp_bias": _FLAG}
-_LAYERS: dict[str, Allowed] = {
-    "layer_types": _windows,
-    "sliding_window": is_positive,
-    "sliding_window_pattern": any_value,
-}
-_GEMMA: dict[str, Allowed] = {
-    "query_pre_attn_scalar": any_value,
-    "final_logit_softcapping": any_value,
-    "attention_bias": _FLAG,
-    **_LAYERS,
-}
-_MULTIPLIERS = (
-    "embedding_multiplier",
-    "residual_multiplier",
-    "attention_multiplier",
-    "logits_scaling",
-)
-COMPARED: dict[str, dict[str, Allowed]] = {
-    "arcee": {**_USUAL, **_BIASES},
-    "cohere": {"layer_norm_eps": any_value, "logit_scale": any_value, "use_qk_norm": _FLAG},
-    "cwm": {**_USUAL, "mlp_bias": _FLAG, **_LAYERS},
-    "ernie4_5": _USUAL,
-    "exaone4": {**_USUAL, **_LAYERS, "sliding_window": _window_or_full},
-    "falcon": {
-        "layer_norm_epsilon": any_value,
-        "tie_word_embeddings": _FLAG,
-        "bias": _FLAG,
-        "parallel_attn": _FLAG,
-        "num_kv_heads": any_value,  # not used with multi_query, whose other value is refused
-        "ffn_hidden_size": lambda value, config: value == 4 * config.hidden_size,
-        "head_dim": head_size_of_hidden,
-        "num_ln_in_parallel_attn": _only(None),
-    },
-    "gemma": _NORM,
-    "gemma2": {**_NORM, **_GEMMA},
-    "gemma3_text": {**_USUAL, **_GEMMA},
-    "granite": {**_USUAL, **_BIASES, **dict.fromkeys(_MULTIPLIERS, any_value)},
-    "jais2": {
-        "layer_norm_eps": any_value,
-        "tie_word_embeddings": _FLAG,
-        **_BIASES,
-        "head_dim": head_size_of_hidden,
-    },
-    "mistral": {**_USUAL, "sliding_window": _window_or_none},
-    "nemotron": {
-        "norm_eps": any_value,
-        "tie_word_embeddings": _FLAG,
-        **_BIASES,
-        "head_dim": any_value,
-    },
-    "seed_oss": _USUAL,
-}
-"""Family -> keys whose values both sides honour. benchmarks/results/family_keys_cpu.json has the measured rows."""
 
 _ROPE_KEYS = frozenset(
     [
@@ -165,10 +73,10 @@ def check_compared_keys(config: Any, unread: Collection[str]) -> None:
     `unread`: keys that no forward reads, or that the comparison of the rotary embeddings covers.
     """
     family = config.model_type
-    if family not in SHOWN:
+    if family not in MEASURED:
         return
     usual = type(config)()
-    allowed = COMPARED[family]
+    allowed = MEASURED[family].compared
     for key in sorted(read_keys(family) - SIZES - set(unread)):
         value = getattr(config, key, None)
         default = getattr(usual, key, None)

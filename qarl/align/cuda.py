@@ -37,6 +37,7 @@ from qarl.align.packed_attention import (
     varlen_attention,
 )
 from qarl.align.rotary import EngineRotaryEmbedding, Turns, head_size_of
+from qarl.families import family_of
 from qarl.kernels.cpu import layer_ops as cpu_ops
 from qarl.kernels.cuda import layer_ops
 
@@ -45,7 +46,7 @@ CUDA_ATTENTION = "qarl_cuda"
 
 def unavailable_on_cuda(config: Any, capability: tuple[int, int] | None) -> str | None:
     """Return why this level cannot be used for a model config and a compute capability (None: unknown), or None."""
-    if config.model_type == "qwen3_moe":
+    if family_of(config).experts:
         return "is built for dense models on cuda, not for mixtures of experts"
     size = head_size_of(config)
     if not layer_ops.has_head_size(size):

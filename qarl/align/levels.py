@@ -46,13 +46,13 @@ from qarl.align.cpu_attention import (
     fp32_attention,
 )
 from qarl.align.cuda import align_layers
-from qarl.align.families import FAMILIES
 from qarl.align.model_config import check_config_keys
 from qarl.align.packed_attention import register_attention, use_rows_attention
 from qarl.align.rotary import EngineRotaryEmbedding, is_plain, match_rotary
 from qarl.align.router import AlignedRouter, routers
 from qarl.config.level import Level
 from qarl.errors import UserError
+from qarl.families import family_of
 from qarl.lora.layers import adapted_class
 from qarl.quant.experts import QuantExperts, stacked_experts
 from qarl.quant.fsdp import ShardedQuantExperts
@@ -128,8 +128,8 @@ def align_model(
     parameter = next(model.parameters())
     device_type = (device or parameter.device).type
     experts: dict[str, QuantExperts] = {}
-    of_known_family = model.config.model_type in FAMILIES
-    if asked.follows_engine and of_known_family and device_type == "cpu":
+    aligned = family_of(model.config).aligned
+    if asked.follows_engine and aligned and device_type == "cpu":
         experts = bf16_experts(model, device, ShardedQuantExperts if sharded else QuantExperts)
     layers = [
         module for module in model.modules() if isinstance(module, QuantLinear | QuantExperts)

@@ -1,142 +1,30 @@
 """Check that trainer and engine treat every key of a model's config in the same way.
 
 If only one side uses a key, the same config describes two different models. scripts/config_keys.py writes the list of
-the keys that vLLM or transformers reads, `config_keys_read.json`. Every key that is read for Llama, Qwen2, Qwen3 or
-Qwen3-MoE is assigned to one of four groups:
+the keys that vLLM or transformers reads, `config_keys_read.json`. Every key that is read for a family of
+`qarl.families.aligned` is assigned to one of four groups:
 
     both      both sides use the key
     rotary    the key belongs to the rotary embedding, which is run on both sides and compared (`qarl.align.rotary`)
     neither   no forward of these families reads the key
     refused   only one side uses the key, so values that have an effect are refused before anything runs
 
-`qarl.align.compared_keys` has the rule for families in `SHOWN`. A key that neither side reads and no config class has
+A family says itself what it refuses, and why (`qarl.families.aligned`). `qarl.align.compared_keys` has the rule for
+the families that were compared only at `linears`. A key that neither side reads and no config class has
 is refused, unless it is null or one of `BOOKKEEPING`.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from qarl.align.compared_keys import (
-    Allowed,
-    any_value,
-    by_layer,
-    check_compared_keys,
-    head_size_of_hidden,
-    is_positive,
-    read_keys,
-    refused_value,
-)
-from qarl.align.families import FAMILIES, SHOWN
+from qarl.align.compared_keys import by_layer, check_compared_keys, read_keys, refused_value
 from qarl.align.rotary import head_size_of, is_plain, match_rotary
 from qarl.errors import UserError
+from qarl.families import ALIGNED, MEASURED, family_named, family_of
+from qarl.families.base import Allowed, any_value, unset
 from qarl.process import vllm_unusable
-
-ENGINE_ACTIVATIONS = ("silu",)
-
-
-class Refusal(NamedTuple):
-    """A config key that is refused in configs of `families`, unless its value has no effect.
-
-    `harmless(value, config)` returns whether a value has no effect. `why`: the reason that the error shows.
-    """
-
-    families: tuple[str, ...]
-    harmless: Allowed
-    why: str
-
-
-def _unset(value: Any, config: Any) -> bool:
-    return not value
-
-
-def _is(*values: Any) -> Allowed:
-    return lambda value, config: value is None or value in values
-
-
-def _full_attention(value: Any, config: Any) -> bool:
-    return not set(value or ()) - {"full_attention"}
-
-
-def _no_window(value: Any, config: Any) -> bool:
-    covers = isinstance(value, int) and value >= config.max_position_embeddings
-    return not value or bool(getattr(config, "layer_types", None)) or covers
-
-
-def _some_experts(value: Any, config: Any) -> bool:
-    return len(set(value or ()) & set(range(config.num_hidden_layers))) < config.num_hidden_layers
-
-
-_MOE = ("qwen3_moe",)
-REFUSED: dict[str, Refusal] = {
-    "bias": Refusal(
-        ("llama",), _unset, "vLLM adds biases to q, k, v and o_proj, transformers does not"
-    ),
-    "qkv_bias": Refusal(
-        ("llama",), _unset, "vLLM adds biases to q, k and v_proj, transformers does not"
-    ),
-    "logit_scale": Refusal(
-        ("llama",), _is(1.0), "vLLM multiplies the logits by it, transformers does not"
-    ),
-    "attention_bias": Refusal(
-        ("qwen3", "qwen3_moe"),
-        _unset,
-        "transformers adds a bias to o_proj, but vLLM's class has no such parameter",
-    ),
-    "qk_norm": Refusal(
-        ("qwen2",), _unset, "vLLM normalises queries and keys, transformers does not"
-    ),
-    "head_dim": Refusal(
-        ("qwen2",),
-        head_size_of_hidden,
-        "transformers reads it; vLLM's Qwen2 uses hidden_size / num_attention_heads",
-    ),
-    "hidden_act": Refusal(
-        FAMILIES, _is(*ENGINE_ACTIVATIONS), "vLLM's class supports only the activation silu"
-    ),
-    "is_causal": Refusal(
-        FAMILIES, _is(True), "vLLM would attend to later tokens, but a policy must be causal"
-    ),
-    "use_bidirectional_attention": Refusal(
-        FAMILIES, _unset, "vLLM would attend to later tokens, but a policy must be causal"
-    ),
-    "sliding_window": Refusal(
-        ("llama",),
-        _no_window,
-        "vLLM gives each layer this window, transformers' Llama attends to all tokens",
-    ),
-    "layer_types": Refusal(
-        FAMILIES, _full_attention, "the two sides disagree on which layers have windows"
-    ),
-    "attention_chunk_size": Refusal(
-        FAMILIES, _unset, "vLLM attends in chunks of this size, transformers does not"
-    ),
-    "dual_chunk_attention_config": Refusal(
-        FAMILIES, _unset, "vLLM attends in chunks, transformers does not"
-    ),
-    "num_experts": Refusal(_MOE, is_positive, "vLLM's class needs at least one layer of experts"),
-    "mlp_only_layers": Refusal(
-        _MOE, _some_experts, "vLLM's class needs at least one layer of experts"
-    ),
-    "decoder_sparse_step": Refusal(
-        _MOE,
-        _is(1),
-        "vLLM does not map gate_proj and up_proj to one fused layer in the layers without experts",
-    ),
-    "shared_expert_intermediate_size": Refusal(
-        _MOE, _unset, "vLLM adds a shared expert, transformers does not"
-    ),
-    "use_sliding_window": Refusal(
-        _MOE, _unset, "sliding windows were never compared for a mixture of experts"
-    ),
-    "output_router_logits": Refusal(
-        _MOE, _unset, "transformers would add a loss that balances the experts"
-    ),
-    "head_dtype": Refusal(
-        FAMILIES, _is("bfloat16", "model"), "vLLM computes logits in it, transformers in BF16"
-    ),
-}
 
 _OTHERS = "neither: it belongs to encoders, state-space or multimodal models, or is an old name of such a key"
 _LOADING = "neither: only code that loads, tokenizes or generates reads it, not the forward"
@@ -165,7 +53,9 @@ _KEYS: dict[str, str] = {
     "rswa_window target_layer_count thinker_config transf_decoder use_pad_token use_sep_token vision_config",
 }
 VERDICTS = {key: verdict for verdict, keys in _KEYS.items() for key in keys.split()}
-"""Key -> verdict `both`, `rotary` or `neither`, with a reason. A `Refusal` for the model's family overrides it."""
+"""Key -> verdict `both`, `rotary` or `neither`, with a reason. A refusal by the model's family overrides it."""
+REFUSED = frozenset(key for family in ALIGNED.values() for key in family.refuses)
+"""Keys that at least one family refuses."""
 
 BOOKKEEPING: dict[str, Allowed] = {
     **dict.fromkeys(
@@ -179,8 +69,8 @@ BOOKKEEPING: dict[str, Allowed] = {
     **dict.fromkeys(
         ("unsloth_fixed", "unsloth_version", "is_llama_config", "transformers.js_config"), any_value
     ),
-    "use_mrope": _unset,
-    "rope_interleaved": _unset,
+    "use_mrope": unset,
+    "rope_interleaved": unset,
 }
 """Keys of published configs (Qwen2.5, SmolLM2, models saved by Unsloth) that no config class has and no forward reads,
 with the values that change nothing. The last two name other rotary embeddings."""
@@ -202,8 +92,8 @@ DECIDE_NOTHING = frozenset(
 
 def verdict(family: str, key: str) -> str | None:
     """Return `both`, `rotary`, `neither` or `refused`, with a reason, or None if the key is in no group."""
-    if key in REFUSED and family in REFUSED[key].families:
-        return f"refused: {REFUSED[key].why}"
+    if refusal := family_named(family).refuses.get(key):
+        return f"refused: {refusal.why}"
     if key.startswith("rope_parameters."):
         return _ROTARY
     return VERDICTS.get(
@@ -217,7 +107,7 @@ def _known_keys(kind: Any) -> frozenset[str]:
     from transformers import GenerationConfig
 
     own = vars(kind()).keys() | kind.attribute_map.keys()
-    read = read_keys(kind.model_type) | VERDICTS.keys() | REFUSED.keys()
+    read = read_keys(kind.model_type) | VERDICTS.keys() | REFUSED
     return frozenset(own | read | BOOKKEEPING.keys() | GenerationConfig().to_dict().keys())
 
 
@@ -226,7 +116,7 @@ def check_known_keys(config: Any) -> None:
 
     Neither transformers nor vLLM reads it, so both compute the same, but perhaps not the model that was published: a
     later release of the family may have a new layer (`use_gated_attention`) that both leave out."""
-    if config.model_type not in (*FAMILIES, *SHOWN):
+    if not family_of(config).trained:
         return
     kind: Any = type(config)
     known = _known_keys(kind)
@@ -250,20 +140,20 @@ def check_known_keys(config: Any) -> None:
 def check_config_keys(config: Any) -> None:
     """Raise UserError if the config has an unknown key, or a refused one with a value that has an effect.
 
-    The error names the side that ignores the key. In a config of a family in `SHOWN`, every value that was never
-    compared is refused (`qarl.align.compared_keys`). Configs of other families pass; `check_family` refuses them.
+    The error names the side that ignores the key. In a config of a family in `MEASURED`, every value that was
+    never compared is refused (`qarl.align.compared_keys`). Configs of other families pass; `check_family` refuses them.
     """
     check_known_keys(config)
-    if config.model_type not in FAMILIES:
+    if config.model_type not in ALIGNED:
         check_compared_keys(config, UNREAD)
-        if config.model_type in SHOWN and not by_layer(
+        if config.model_type in MEASURED and not by_layer(
             getattr(config, "rope_parameters", None) or {}
         ):
             check_rotary(config)
         return
-    for key, refusal in REFUSED.items():
+    for key, refusal in family_of(config).refuses.items():
         value = getattr(config, key, None)
-        if config.model_type in refusal.families and not refusal.harmless(value, config):
+        if not refusal.harmless(value, config):
             raise refused_value(config.model_type, key, value, refusal.why)
     check_rotary(config)
 

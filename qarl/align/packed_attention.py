@@ -13,7 +13,7 @@ the size of the blocks that PyTorch's CPU attention chooses by the length.)
 
 The trainer passes the lengths of the rows to the model's forward as `row_lengths`. Without it, as in verl, they are
 computed from `position_ids`. Models without `_supports_attention_backend` do not pass them on, so these models need
-padding (`qarl.align.families.PADDED`).
+padding (`Family.packs`).
 
 transformers' classes pass keyword arguments to the attention function, and its `sdpa` ignores those that it does not
 know, such as Gemma 2's `softcap`. So only families whose arguments are applied here (`qarl.align.families`) are packed.
@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from qarl.align.families import FAMILIES, SHOWN
 from qarl.config.level import Level
+from qarl.families import family_of
 from qarl.kernels.base import upload
 
 _QUERIES = 1024
@@ -160,7 +160,7 @@ def register_attention(name: str, function: Callable[..., Attended]) -> None:
 def use_rows_attention(model: Any) -> bool:
     """Switch a transformers model from `sdpa` to `qarl_rows`, if this is possible. Return whether it is."""
     config = model.config
-    if config.model_type not in (*FAMILIES, *SHOWN):
+    if not family_of(config).trained:
         return False
     if config._attn_implementation != "sdpa" or not model._supports_attention_backend:
         return False

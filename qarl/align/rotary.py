@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qarl.families import family_of
 from qarl.kernels.cpu import layer_ops as cpu_ops
 
 Turns = tuple[Tensor, Tensor]
@@ -44,12 +45,6 @@ class RotaryMatch:
     engine: str
     turns: Turns | None
 
-
-PARTIAL = ("nemotron",)
-"""Families whose attention in transformers rotates only the first dimensions, if there are fewer cosines."""
-INTERLEAVED = ("cohere",)
-"""Families whose module repeats each cosine, because they rotate pairs of neighbouring dimensions, as vLLM does for
-them. The comparison takes each cosine once and rotates halves on both sides."""
 
 PLAIN = {
     "default": frozenset[str](),
@@ -155,10 +150,13 @@ def _transformers_turn(config: Any, positions: Tensor, query: Tensor) -> Tensor 
     # One row with all positions, as in the trainer, because `dynamic` and `longrope` look at the largest position.
     cosines, sines = module(query, positions[None])
     width = cosines.shape[-1]
-    if width != query.shape[-1] and config.model_type not in PARTIAL:
+    family = family_of(config)
+    if width != query.shape[-1] and not family.rotates_part:
         return None
     half = slice(0, width // 2)
-    if config.model_type in INTERLEAVED:
+    if (
+        family.rotates_pairs
+    ):  # each cosine comes twice; here it is taken once, and both sides rotate halves
         half = slice(0, width, 2)
     turned = _turn(query[:, :width], cosines[0, :, half], sines[0, :, half])
     return torch.cat((turned, query[:, width:].float()), dim=-1)

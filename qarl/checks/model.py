@@ -12,25 +12,22 @@ from torch import nn
 
 from qarl.align.applied_level import AppliedLevel, resolve_level, unconfirmed
 from qarl.align.cpu import AlignedLinear
-from qarl.align.families import shown_mismatch
 from qarl.align.model_config import check_config_keys
 from qarl.checks.exactness import exceptions
 from qarl.checks.layers import meta_model
 from qarl.config import Config
 from qarl.errors import UserError
+from qarl.families import family_of, names_with_plain_heads, shown_mismatch
 from qarl.kernels.base import Kernel
 from qarl.process import runs_on_cpu
 from qarl.vllm_versions import check_head_dtype
-
-PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-"""Families whose logits are lm_head's unchanged output. Other families cap or scale this output."""
 
 
 def has_plain_head(model: Any) -> bool:
     """Return whether the logits of a transformers causal LM are the product with lm_head's weight, and nothing more."""
     head = model.get_output_embeddings()
     plain = type(head) is nn.Linear or isinstance(head, AlignedLinear)
-    return model.config.model_type in PLAIN_HEADS and plain and head.bias is None
+    return family_of(model.config).plain_head and plain and head.bias is None
 
 
 def check_served(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
@@ -124,7 +121,7 @@ def check_not_quantized(config: Config, hf_config: Any) -> None:
 def check_head(config: Config, hf_config: Any) -> None:
     """Raise UserError if `model.head_dtype=fp32` and the installed vLLM or the model's family does not allow it."""
     check_head_dtype(config.model.head_dtype)
-    if config.model.head_dtype == "fp32" and hf_config.model_type not in PLAIN_HEADS:
+    if config.model.head_dtype == "fp32" and not family_of(hf_config).plain_head:
         raise no_fp32_head(hf_config.model_type)
 
 
@@ -134,7 +131,7 @@ def no_fp32_head(model_type: str) -> UserError:
         f"model.head_dtype=fp32 is not built for this model ({model_type})",
         where="model.head_dtype",
         why="its logits are not just lm_head's product, so casting lm_head's operands would not match the engine",
-        fix=f"set model.head_dtype=model, or choose a model of one of these families: {', '.join(PLAIN_HEADS)}",
+        fix=f"set model.head_dtype=model, or choose a model of one of these families: {names_with_plain_heads()}",
     )
 
 

@@ -8,13 +8,14 @@ from functools import lru_cache
 from typing import Any
 
 from qarl.checks.block_arithmetic import BlockArithmetic
+from qarl.families import family_named
 
 Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a Llama-like or Qwen3-MoE model, as in its config. `sparse_layers`: indices of layers with experts."""
+    """Sizes of a Llama-like model, as in its config. `sparse_layers`: indices of layers with experts."""
 
     layers: int
     hidden: int
@@ -38,7 +39,7 @@ class ModelSize:
         """Read a transformers config or the content of a config.json. Raise KeyError if it lacks a required number."""
         keys: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         heads = keys["num_attention_heads"]
-        kind = keys.get("model_type", "")
+        family = family_named(keys.get("model_type", ""))
         layers = keys["num_hidden_layers"]
         experts = keys.get("num_experts") or keys.get("num_local_experts") or 0
         every = keys.get("decoder_sparse_step") or 1
@@ -56,10 +57,10 @@ class ModelSize:
             head_dim=keys.get("head_dim") or keys["hidden_size"] // heads,
             vocab=keys["vocab_size"],
             tied=bool(keys.get("tie_word_embeddings")),
-            qkv_bias=kind in ("qwen2", "qwen2_moe") or attention_bias,
+            qkv_bias=family.qkv_bias or attention_bias,
             o_bias=attention_bias,
             mlp_bias=bool(keys.get("mlp_bias")),
-            qk_norm=kind in ("qwen3", "qwen3_moe"),
+            qk_norm=family.head_norms,
             experts=experts,
             experts_per_token=keys.get("num_experts_per_tok") or 0,
             moe_intermediate=keys.get("moe_intermediate_size") or 0,

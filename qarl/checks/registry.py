@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from qarl.align.applied_level import AppliedLevel
-from qarl.align.families import FAMILIES, check_adapters, check_family, check_rows, shown_mismatch
 from qarl.align.rotary import head_size_of
 from qarl.checks import layers, machine, suspect_prompts
 from qarl.checks.check import (
@@ -51,6 +50,7 @@ from qarl.data.reward_workers import Reward
 from qarl.data.rewards import BUILTIN
 from qarl.data.scoring import score_responses
 from qarl.errors import UserError, alternatives
+from qarl.families import ALIGNED, check_adapters, check_family, check_rows, shown_mismatch
 from qarl.kernels.cpu import layer_ops
 from qarl.kernels.registry import kernels_of
 from qarl.lora.layers import target_linears
@@ -188,7 +188,7 @@ def _family(config: Config, hf_config: Any) -> Findings:
     if shown := shown_mismatch(hf_config):
         yield warning(
             shown,
-            why=f"only {', '.join(FAMILIES)} models are aligned, and tested against a fresh vLLM after an export",
+            why=f"only {', '.join(ALIGNED)} models are aligned, and tested against a fresh vLLM after an export",
             fix="watch mismatch/k3 in the first steps, and compare an export with the run before you rely on it",
         )
 

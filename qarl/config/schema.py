@@ -63,8 +63,8 @@ class ModelConfig(Section):
 
     head_dtype: Literal["model", "fp32"] = "model"
     """Precision of the logits. `model`: that of the model. `fp32`: trainer and engine compute FP32 logits from the BF16
-    weights. `fp32` requires a model of the families Llama, Qwen2, Qwen3 or Qwen3-MoE, and a vLLM that computes them, as
-    that of requirements/cpu.lock does."""
+    weights. `fp32` requires a model of a family with level `model`, and a vLLM that computes them, as that of
+    requirements/cpu.lock does."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward. This needs less memory but about a third more compute."""

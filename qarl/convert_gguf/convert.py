@@ -17,12 +17,12 @@ from typing import Any
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from qarl.align.families import check_family
 from qarl.checkpoint.storage import whole_folder
 from qarl.console import stage
 from qarl.convert_gguf.gguf_file import GGUFFile, check_start
 from qarl.convert_gguf.tokenizer import convert_tokenizer
 from qarl.errors import UserError
+from qarl.families import check_family
 
 RECORD = "gguf_conversion.json"
 """In the folder: of which file it was made, and what differs from the original model."""

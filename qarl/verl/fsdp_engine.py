@@ -38,11 +38,11 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.align import align_model
 from qarl.align.cpu_attention import uses_engine_attention
-from qarl.align.families import check_rows
 from qarl.align.packed_attention import use_rows_attention
 from qarl.align.router import replays
 from qarl.config.level import Level
 from qarl.errors import UserError
+from qarl.families import check_rows
 from qarl.progress import live
 from qarl.quant.convert import quantize_model
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors

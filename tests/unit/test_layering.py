@@ -23,7 +23,7 @@ MOST_LINES = 515
 LAYERS = (
     ("errors", "lazy"),
     ("command_line", "progress"),
-    ("process", "console", "vllm_versions", "schemes", "plugins"),
+    ("process", "console", "vllm_versions", "schemes", "families", "plugins"),
     ("tbpo",),
     ("config", "kernels"),
     ("side_packages",),
@@ -196,6 +196,7 @@ def test_reading_a_config_needs_nothing_heavy() -> None:
         "qarl/__init__.py",
         "qarl/config/",
         "qarl/errors.py",
+        "qarl/families/",
         "qarl/checks/memory.py",
     ):
         assert not set().union(*(importers(package, part) for package in HEAVY))

@@ -11,9 +11,10 @@ from engine_helpers import config
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
-from qarl.checks.model import PLAIN_HEADS, check_head
+from qarl.checks.model import check_head
 from qarl.config.level import Level
 from qarl.errors import UserError
+from qarl.families import ALIGNED
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.rollout.requests import RolloutBatch
@@ -94,7 +95,7 @@ def test_a_vllm_without_an_fp32_head_is_refused(version, refused, monkeypatch):
 def test_a_model_with_capped_logits_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("qarl.vllm_versions.installed_version", lambda: "0.29.0")
     fp32 = config(tmp_path, "model.head_dtype=fp32")
-    for family in PLAIN_HEADS:
+    for family in ALIGNED:
         check_head(fp32, SimpleNamespace(model_type=family))
     with pytest.raises(UserError, match="gemma2"):
         check_head(fp32, SimpleNamespace(model_type="gemma2"))

@@ -17,9 +17,8 @@ from cpu_features import needs_vllm_cpu
 from qarl.align import align_model, rotary
 from qarl.align.applied_level import AppliedLevel, resolve_level, rotary_unavailable
 from qarl.align.compared_keys import TABLE
-from qarl.align.families import FAMILIES
 from qarl.align.model_config import verdict
-from qarl.align.rotary import INTERLEAVED, PARTIAL, is_plain, match_rotary
+from qarl.align.rotary import is_plain, match_rotary
 from qarl.checks.machine import this_machine
 from qarl.checks.model import check_architecture, check_served
 from qarl.checks.model_folder import load_hf_config
@@ -28,6 +27,7 @@ from qarl.config import load_config
 from qarl.config.level import Level
 from qarl.doctor.examination import run_checks
 from qarl.errors import UserError
+from qarl.families import ALIGNED, MEASURED
 from qarl.kernels.cpu import layer_ops
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.process import vllm_missing
@@ -66,7 +66,7 @@ def test_the_table_holds_what_the_installed_packages_read():
     assert installed["families"] == written["families"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALIGNED)
 def test_every_key_that_either_side_reads_has_a_verdict(family):
     table = json.loads(TABLE.read_text())["families"][family]
     keys = {key for side in table.values() for key in side}
@@ -114,7 +114,7 @@ def with_rotary(family: str, parameters: dict[str, Any]) -> Any:
 
 
 @needs_vllm_cpu
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALIGNED)
 @pytest.mark.parametrize("name", SERVED)
 def test_rotary_embeddings_that_both_sides_make_are_served_at_level_model(family, name):
     experts = (
@@ -170,7 +170,10 @@ def test_an_embedding_with_another_bit_is_near_and_not_equal(monkeypatch):
 
 
 @needs_vllm_cpu
-@pytest.mark.parametrize("family", [*PARTIAL, *INTERLEAVED])
+@pytest.mark.parametrize(
+    "family",
+    [name for name, family in MEASURED.items() if family.rotates_part or family.rotates_pairs],
+)
 def test_families_that_lay_their_cosines_out_in_another_way_are_near(family):
     assert match_rotary(make(family, **rotary_rows()["rotary default, rope_theta"])).near
 
@@ -207,7 +210,7 @@ def test_the_architecture_that_the_engine_picks_is_the_trainers():
 
 
 def test_a_config_of_which_no_model_can_be_built_is_refused():
-    for family in ("mistral", *FAMILIES):
+    for family in ("mistral", *ALIGNED):
         config = transformers.CONFIG_MAPPING[family](**SIZES, pad_token_id=999)
         with pytest.raises(
             UserError, match=r"(?s)no causal language model can be built.*Padding_idx"

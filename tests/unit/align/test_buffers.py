@@ -9,9 +9,9 @@ from random_models import save_random_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.proofs.families import rotary_rows
-from qarl.align.families import FAMILIES, SHOWN
 from qarl.config.level import Level
 from qarl.errors import UserError
+from qarl.families import ALIGNED, MEASURED
 from qarl.quant import get_scheme
 from qarl.quant.meta_model import check_buffers, restore_buffers, wrong_buffers
 from qarl.trainer.policy import Policy
@@ -39,7 +39,7 @@ def built(family: str):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *SHOWN])
+@pytest.mark.parametrize("family", [*ALIGNED, *MEASURED])
 def test_each_family_after_a_cast(family):
     """verl loads in the masters' dtype and casts the module; the mend gives back bits, not only the dtype."""
     model = built(family)

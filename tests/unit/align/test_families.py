@@ -10,22 +10,25 @@ from checkout import ROOT
 from cpu_features import needs_vllm_cpu
 from engine_helpers import config
 
-from qarl.align import families
-from qarl.align.families import (
-    FAMILIES,
-    SHOWN,
-    WITHOUT_ADAPTERS,
-    check_adapters,
-    check_family,
-    shown_mismatch,
-)
+from benchmarks.proofs.families import small_config
+from qarl.checks.layers import meta_model
 from qarl.checks.model import level_notes
 from qarl.config.level import Level
 from qarl.errors import UserError
+from qarl.families import (
+    ALIGNED,
+    MEASURED,
+    check_adapters,
+    check_family,
+    family_named,
+    shown_mismatch,
+)
+from qarl.families.base import Family
+from qarl.families.measured import LARGEST_SHARE
 
 OTHER_EXPERTS = ("mellum", "olmoe")
 """Mixtures of experts that agreed here. They are refused: nothing else of their routers was compared."""
-MEASURED = ROOT / "benchmarks" / "results" / "families_cpu.json"
+FILE = ROOT / "benchmarks" / "results" / "families_cpu.json"
 
 
 def named(family: str) -> Any:
@@ -36,39 +39,55 @@ def named(family: str) -> Any:
 
 def test_the_table_is_what_was_measured():
     """Every family that was measured and agreed is in it, with its figure; nothing else is."""
-    results = json.loads(MEASURED.read_text())["results"]
+    results = json.loads(FILE.read_text())["results"]
     agreed = {
         name.removesuffix(" w4a16"): row["linears"]["mean"]
         for name, row in results.items()
-        if "linears" in row
-        and row["linears"]["mean"] <= families.LARGEST_SHARE * row["off"]["mean"]
+        if "linears" in row and row["linears"]["mean"] <= LARGEST_SHARE * row["off"]["mean"]
     }
     assert {"mistral", "gemma2", "granite"} <= set(agreed) and not {
         "opt",
         "ministral3",
         "cohere2",
     } & set(agreed)
+    shown = {name: family.linears_mismatch or 0.0 for name, family in MEASURED.items()}
     listed = {
-        family: mean for family, mean in agreed.items() if family not in (*FAMILIES, *OTHER_EXPERTS)
+        family: mean for family, mean in agreed.items() if family not in (*ALIGNED, *OTHER_EXPERTS)
     }
-    assert {family: float(f"{mean:.1e}") for family, mean in listed.items()} == SHOWN
-    assert max(SHOWN.values()) < Level.LINEARS.tolerance.mismatch / 5
+    assert {family: float(f"{mean:.1e}") for family, mean in listed.items()} == shown
+    assert max(shown.values()) < Level.LINEARS.tolerance.mismatch / 5
 
 
 def test_what_is_neither_aligned_nor_measured_is_refused_by_name():
     """Also for every family that could be measured and disagreed."""
-    results = json.loads(MEASURED.read_text())["results"]
-    failed = sorted({name.rpartition(" ")[0] for name in results} - set(SHOWN) - set(FAMILIES))
+    results = json.loads(FILE.read_text())["results"]
+    failed = sorted({name.rpartition(" ")[0] for name in results} - set(MEASURED) - set(ALIGNED))
     assert len(failed) > 50
     for family in failed:
         hf_config = named("mistral")
         hf_config.model_type = family
         with pytest.raises(UserError, match=f"models of the family {family} are refused"):
             check_family(hf_config)
-    for family in (*FAMILIES, *SHOWN):
+    for family in (*ALIGNED, *MEASURED):
         hf_config = named("mistral")
         hf_config.model_type = family
         check_family(hf_config)
+
+
+@pytest.mark.parametrize("name", [*ALIGNED, *MEASURED])
+def test_a_family_says_of_its_layers_what_transformers_builds(name):
+    hf_config = small_config(name)
+    layers = meta_model(hf_config).base_model
+    parts = {part for name, _ in layers.named_parameters() for part in name.split(".")}
+    assert ("q_norm" in parts) == family_named(name).head_norms
+    assert ("experts" in parts) == family_named(name).experts
+    has_key = getattr(hf_config, "attention_bias", False) or getattr(hf_config, "use_bias", False)
+    biases = any(name.endswith("k_proj.bias") for name, _ in layers.named_parameters())
+    assert biases == (family_named(name).qkv_bias or bool(has_key))
+
+
+def test_a_family_that_is_not_trained_says_nothing_of_itself():
+    assert family_named("opt") == Family("opt") and not family_named("opt").trained
 
 
 @pytest.mark.vllm
@@ -80,10 +99,10 @@ def test_vllm_serves_adapters_of_all_families_but_those_that_are_named():
 
     served = {
         name
-        for name in (*FAMILIES, *SHOWN)
+        for name in (*ALIGNED, *MEASURED)
         if supports_lora(ModelRegistry.models[CLASSES[name]].load_model_cls())
     }
-    assert {*FAMILIES, *SHOWN} - served == {*WITHOUT_ADAPTERS}
+    assert served == {name for name in (*ALIGNED, *MEASURED) if family_named(name).adapters}
     with pytest.raises(UserError, match="falcon cannot have adapters"):
         check_adapters(named("falcon"))
     check_adapters(named("mistral"))

@@ -14,12 +14,12 @@ import torch
 from checkout import ROOT
 from cpu_features import needs_vllm_cpu
 
-from qarl.align.compared_keys import COMPARED, SIZES, TABLE, read_keys
-from qarl.align.families import FAMILIES, SHOWN
-from qarl.align.model_config import REFUSED, VERDICTS, check_config_keys
+from qarl.align.compared_keys import SIZES, TABLE, read_keys
+from qarl.align.model_config import VERDICTS, check_config_keys
 from qarl.checks.model import check_served
 from qarl.config import load_config
 from qarl.errors import UserError
+from qarl.families import ALIGNED, MEASURED
 from qarl.trainer.policy import DROPOUTS, Policy
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -89,13 +89,13 @@ def test_every_row_is_accepted_or_refused_in_the_words_of_its_measurement(family
 
 def test_every_key_that_counts_has_a_measured_row() -> None:
     table = json.loads(TABLE.read_text())["families"]
-    for family in FAMILIES:
+    for family in ALIGNED:
         counting = {
             key
             for key in set.intersection(*map(set, table[family].values()))
             if VERDICTS.get(key) == "both"
         }
-        refused = {key for key, refusal in REFUSED.items() if family in refusal.families}
+        refused = set(ALIGNED[family].refuses)
         assert counting - SIZES | refused <= {
             key for changes in rows(family).values() for key in changes
         }, family
@@ -121,14 +121,14 @@ def test_a_value_that_was_never_compared_is_refused_by_name(family: str) -> None
         check_config_keys(small_config(family, **UNMEASURED[family]))
 
 
-@pytest.mark.parametrize("family", SHOWN)
+@pytest.mark.parametrize("family", MEASURED)
 def test_every_key_that_is_read_is_compared_or_refused(family: str) -> None:
     read, follow = (
         read_keys(family),
         {"head_dim", "sliding_window_pattern"},
     )  # in some families from other keys
-    assert len(read) > 80 and COMPARED[family].keys() <= read | {"sliding_window_pattern"}
-    assert COMPARED[family].keys() - follow <= {
+    assert len(read) > 80 and MEASURED[family].compared.keys() <= read | {"sliding_window_pattern"}
+    assert MEASURED[family].compared.keys() - follow <= {
         key for changes in rows(family).values() for key in changes
     }
     config = small_config(family)
@@ -138,7 +138,7 @@ def test_every_key_that_is_read_is_compared_or_refused(family: str) -> None:
         check_config_keys(config)
 
 
-@pytest.mark.parametrize("family", SHOWN)
+@pytest.mark.parametrize("family", MEASURED)
 def test_every_family_loads_without_dropout(
     family: str, startable_run: Any, pristine_model: Path
 ) -> None:

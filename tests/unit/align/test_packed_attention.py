@@ -10,7 +10,6 @@ from family_models import LENGTHS, random_model
 from torch import nn
 
 from benchmarks.proofs.counting import counting
-from qarl.align.families import FAMILIES, PADDED, SHOWN, check_rows
 from qarl.align.packed_attention import (
     ROWS_ATTENTION,
     attends_in_rows,
@@ -20,6 +19,7 @@ from qarl.align.packed_attention import (
 )
 from qarl.config.level import Level
 from qarl.errors import UserError
+from qarl.families import ALIGNED, MEASURED, check_rows, family_named
 from qarl.quant import get_scheme
 from qarl.trainer.policy import Policy
 
@@ -33,7 +33,7 @@ def sharpened(model: Any, cap: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "cap"), [*((family, None) for family in (*FAMILIES, *SHOWN)), ("gemma2", 5.0)]
+    ("family", "cap"), [*((family, None) for family in (*ALIGNED, *MEASURED)), ("gemma2", 5.0)]
 )
 @torch.no_grad()
 def test_a_packed_or_padded_row_is_the_row_alone(family, cap):
@@ -42,17 +42,17 @@ def test_a_packed_or_padded_row_is_the_row_alone(family, cap):
     if cap is not None:
         sharpened(model, cap)
     ids = torch.randint(1, 64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
-    if family not in PADDED:
+    if family_named(family).packs:
         model.set_attn_implementation("eager")  # transformers' sdpa drops Gemma 2's soft-cap
     alone = torch.cat(
         [model(input_ids=row, use_cache=False).logits for row in ids.split(LENGTHS, 1)], 1
     )
-    if family not in PADDED:
+    if family_named(family).packs:
         model.set_attn_implementation("sdpa")
     whole = model(input_ids=ids, use_cache=False).logits
     assert (whole - alone).abs().max() > 0.1, "rows that see each other must give other logits"
-    assert use_rows_attention(model) == attends_in_rows(model) == (family not in PADDED)
-    if family in PADDED:
+    assert use_rows_attention(model) == attends_in_rows(model) == family_named(family).packs
+    if not family_named(family).packs:
         return
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     padded = torch.cat(

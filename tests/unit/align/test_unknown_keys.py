@@ -9,9 +9,9 @@ import pytest
 import transformers
 from checkout import ROOT
 
-from qarl.align.families import FAMILIES, SHOWN
 from qarl.align.model_config import check_known_keys
 from qarl.errors import UserError
+from qarl.families import ALIGNED, MEASURED
 
 PUBLISHED = sorted(path.parent.name for path in (ROOT / "qarl/bench/models").glob("*/config.json"))
 
@@ -20,14 +20,14 @@ def config_of(family: str, **keys: Any) -> Any:
     return transformers.CONFIG_MAPPING[family](**keys)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *SHOWN])
+@pytest.mark.parametrize("family", [*ALIGNED, *MEASURED])
 @pytest.mark.parametrize("value", [True, False, 0, "x", {"a": 1}])
 def test_an_unknown_key_is_refused_whatever_its_value(family: str, value: Any) -> None:
     with pytest.raises(UserError, match=r"use_gated_attention=.* is an unknown key"):
         check_known_keys(config_of(family, use_gated_attention=value))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *SHOWN])
+@pytest.mark.parametrize("family", [*ALIGNED, *MEASURED])
 def test_what_every_config_may_have_passes(family: str) -> None:
     notes = {
         "use_gated_attention": None,
@@ -55,6 +55,6 @@ def test_published_configs_have_no_unknown_key(name: str) -> None:
 
 
 def test_a_config_that_was_saved_and_loaded_has_no_unknown_key(tmp_path: Any) -> None:
-    for family in FAMILIES:
+    for family in ALIGNED:
         config_of(family).save_pretrained(tmp_path)
         check_known_keys(transformers.AutoConfig.from_pretrained(tmp_path))

@@ -148,7 +148,7 @@ def _errors(config: Config) -> Iterator[UserError]:
 def _check_resume(config: Config) -> None:
     from qarl.checks.check import RunInputs
     from qarl.trainer.resume import find_start
-    from qarl.verl.checkpoint import find_verl_start
+    from qarl.verl.resume import find_verl_start
 
     record = RunInputs(config).record if Path(config.model.path).is_dir() else None
     if config.backend == "verl":

@@ -272,7 +272,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def opened(own_environment: None, tmp_path: Path) -> Callable[..., int]:
     """The step that an interrupted quickstart resumes from, with changes of its config."""
-    from qarl.verl.checkpoint import open_verl_run
+    from qarl.verl.resume import open_verl_run
 
     def start(**changes: object) -> int:
         with open_verl_run(quickstart(**{"output_dir": str(tmp_path), **changes})) as step:

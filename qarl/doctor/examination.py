@@ -43,7 +43,7 @@ from qarl.doctor import model
 from qarl.process import package_versions
 from qarl.trainer.resume import find_start, may_resume
 from qarl.trainer.run_lock import check_free
-from qarl.verl.checkpoint import find_verl_start
+from qarl.verl.resume import find_verl_start
 
 
 def values(config: Config) -> Findings:

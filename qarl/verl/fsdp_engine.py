@@ -56,7 +56,6 @@ from qarl.step.updates import RunState
 from qarl.verl import forward
 from qarl.verl.adapters import ActorAdapters
 from qarl.verl.ask_servers import Watch, refuse_dead_servers, servers_have_base
-from qarl.verl.checkpoint import check_files, check_record, save_record
 from qarl.verl.config_classes import QuantFSDPEngineConfig
 from qarl.verl.engine_checks import check_engine_config
 from qarl.verl.keys import LOSS_MODES
@@ -68,6 +67,7 @@ from qarl.verl.loss import (
 )
 from qarl.verl.optimizer import build_optimizer, chosen_optimizer
 from qarl.verl.publication import encoded, publication, publish_timeout, reserved
+from qarl.verl.state_record import check_files, check_record, save_record
 from qarl.verl.step_measurements import log_mini_batch, log_prob_rows, summed
 from qarl.verl.training_steps import ActorSteps, TrainingStep, check_noise_once
 

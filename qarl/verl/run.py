@@ -45,9 +45,10 @@ from qarl.process import runs_on_cpu
 from qarl.report.page import update_report
 from qarl.trainer.finish import finish_run
 from qarl.verl import checks
-from qarl.verl.checkpoint import check_room, open_verl_run
 from qarl.verl.config import hf_config_of, set_environment, verl_keys
 from qarl.verl.failures import as_user_error, what_resumes
+from qarl.verl.resume import open_verl_run
+from qarl.verl.saving import check_room
 
 UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
 """Memory that an 80 GB GPU reports. Estimates on a machine without a GPU use it."""

@@ -6,7 +6,7 @@ checked (`actor.old_log_probs`). These methods of verl's trainer are overridden:
 
     step, _validate         are phases of `qarl.progress`, as are the parts of a step below. Their lines, one a minute,
                             reach the terminal through Ray
-    on_train_begin, on_step_end   also save if `trainer.save_minutes` have passed (`qarl.verl.checkpoint.Saving`), and
+    on_train_begin, on_step_end   also save if `trainer.save_minutes` have passed (`qarl.verl.saving.Saving`), and
                             end a run whose folder was deleted
     _compute_old_log_prob   recomputes the old log-probs, or takes the rollout's and checks a sample of rows
     _compute_advantage      sets the advantages of equal rewards to 0, where verl's are rounding noise
@@ -70,11 +70,11 @@ from qarl.verl.ask_servers import (
     has_stopped,
     reward_refusal,
 )
-from qarl.verl.checkpoint import Saving
 from qarl.verl.config_classes import QuantSettings
 from qarl.verl.loss import DIFFERING, RELIES
 from qarl.verl.refusals import Conflict, refuse
 from qarl.verl.response_ends import corrected_metrics, end_tokens
+from qarl.verl.saving import Saving
 
 COUNTS = "old_log_probs.json"
 """File in verl's folder of a checkpoint, with the counts of `auto`."""

@@ -19,7 +19,7 @@ from checkout import ROOT
 
 FILES = sorted((ROOT / "qarl").rglob("*.py"))
 MODULES = {path.relative_to(ROOT).as_posix(): path for path in FILES}
-MOST_LINES = 515
+MOST_LINES = 500
 LAYERS = (
     ("errors", "lazy"),
     ("command_line", "progress"),
@@ -205,8 +205,11 @@ def test_reading_a_config_needs_nothing_heavy() -> None:
 
 
 def test_sources_stay_short() -> None:
+    folders = ("qarl", "scripts", "benchmarks", "examples")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     lines = {
-        name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()
+        path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        for path in files
     }
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
 

@@ -28,9 +28,10 @@ from qarl.checks.model_size import ModelSize
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
-from qarl.verl.checkpoint import PARTS, check_record, check_room, engine_state
 from qarl.verl.config import trainer_keys
 from qarl.verl.run import MetricsFollower, answered_interrupt, our_names
+from qarl.verl.saving import check_room
+from qarl.verl.state_record import PARTS, check_record, engine_state
 
 pytest.importorskip("verl")
 
@@ -94,11 +95,11 @@ def loop(tmp_path, monkeypatch):
     from omegaconf import OmegaConf
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-    from qarl.verl import checkpoint as verl_checkpoint
+    from qarl.verl import saving
     from qarl.verl.trainer import QaRLTrainerSync
 
     clock, saved = SimpleNamespace(now=0.0), []
-    monkeypatch.setattr(verl_checkpoint, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def save(trainer: object) -> None:
         checkpoint(tmp_path, trainer.global_steps)

@@ -25,7 +25,7 @@ from qarl.trainer.input_changes import NOT_RECORDED
 from qarl.trainer.master_optimizer import MasterOptimizer
 from qarl.trainer.policy import Policy
 from qarl.trainer.resume import find_start
-from qarl.verl.checkpoint import find_verl_start
+from qarl.verl.resume import find_verl_start
 
 
 @pytest.fixture(autouse=True)

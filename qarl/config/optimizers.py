@@ -39,6 +39,9 @@ class Optimizer:
     """Whether verl's default optimizer is this one if parameters are FP32."""
     fused_fp32: bool = False
     """Whether an update of FP32 parameters on one device needs no temporary memory."""
+    orthogonalizes: bool = False
+    """Whether it orthogonalizes the update of each matrix in the decoder blocks by Newton-Schulz iterations, whose time
+    `qarl bench plan` counts."""
 
     def load(self) -> Callable[..., Any]:
         """Import and return the factory."""
@@ -89,5 +92,6 @@ register(
         keys=("muon_lr", "muon_momentum"),
         peak_rates={"use_muon": "muon_lr"},
         rounds_bf16=True,
+        orthogonalizes=True,
     )
 )

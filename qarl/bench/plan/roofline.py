@@ -16,6 +16,7 @@ from qarl.bench.plan.devices import Rates
 from qarl.bench.plan.traffic import beyond_products, muon_bytes_per_weight, newton_schulz_flop
 from qarl.bench.plan.work import Work
 from qarl.checks.model_size import ModelSize
+from qarl.config.optimizers import get_optimizer
 from qarl.schemes import UNQUANTIZED, Scheme
 
 
@@ -252,11 +253,12 @@ class Roofline:
         rates = self.rates
         gpus = self.work.gpus
         by_adamw = self.adapters or size.parameters
-        muon = self.work.optimizer == "muon" and not self.adapters
-        if muon:
+        optimizer = get_optimizer(self.work.optimizer)
+        orthogonalizes = optimizer.orthogonalizes and not self.adapters
+        if orthogonalizes:
             by_adamw = size.parameters - size.matrix_parameters
         seconds = assumptions.ADAMW_BYTES * by_adamw / gpus / rates.memory
-        if not muon:
+        if not orthogonalizes:
             return seconds
         flop = sum(newton_schulz_flop(n, k) for n, k in size.linears().values()) / gpus
         moved = muon_bytes_per_weight(size) * size.matrix_parameters / gpus

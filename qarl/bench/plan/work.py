@@ -13,6 +13,8 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from qarl.bench.arguments import Schemes
 from qarl.bench.plan.devices import SHEETS
 from qarl.config.command_arguments import Commas, OutputFile, read_request
+from qarl.config.optimizers import optimizer_names
+from qarl.config.types import OneOf
 from qarl.schemes import engine_scheme_names
 
 
@@ -28,7 +30,7 @@ class Work:
     response_length   tokens: mean, or mean,longest (memory and the end of the rollout depend on the longest)
     mini_batches, micro_batch   optimizer steps per training step, rows per forward
     micro_tokens      tokens per forward, instead of micro_batch (`actor.ppo_max_token_len_per_gpu`)
-    optimizer         muon or adamw; muon on GPUs by default
+    optimizer         a value of optim.name; muon on GPUs by default
     lora_r            rank of adapters on a frozen base; 0 trains all weights. Their own products are left out
     constant          assumed seconds per step that depend on nothing here: Ray, tokenizer, rewards, sleep and wake
     json              the file to write"""
@@ -47,7 +49,7 @@ class Work:
     mini_batches: PositiveInt = 4
     micro_batch: PositiveInt = 4
     micro_tokens: PositiveInt | None = None
-    optimizer: Literal["muon", "adamw"] = "adamw"
+    optimizer: Annotated[str, OneOf(optimizer_names)] = "adamw"
     lora_r: NonNegativeInt = 0
     constant: PositiveFloat = 5.0
     json: OutputFile | None = None

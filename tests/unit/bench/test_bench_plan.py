@@ -19,6 +19,7 @@ from qarl.bench.plan.roofline import TERMS, Roofline, by_phase
 from qarl.bench.plan.work import Work
 from qarl.bench.report import summary
 from qarl.checks.model_size import ModelSize
+from qarl.config.optimizers import Optimizer, register, unregister
 from qarl.errors import UserError
 from qarl.schemes import engine_scheme_names, get_scheme
 
@@ -118,6 +119,22 @@ def test_links_by_hand() -> None:
     assert far["communication"] == pytest.approx(far["gathered"] - 2 * PARAMETERS * 15 / 16), (
         "between nodes"
     )
+
+
+@pytest.mark.parametrize(("orthogonalizes", "like"), [(True, "muon"), (False, "adamw")])
+def test_an_optimizer_of_a_plugin_is_planned(orthogonalizes: bool, like: str) -> None:
+    register(Optimizer("toy", "toy:Toy", orthogonalizes=orthogonalizes))
+    try:
+        work = Work.parse("plan", ["optimizer=toy"])
+        seconds = [
+            step(SMALL, rates(flop=1.0, memory=1.0), replace(work, optimizer=name))["optimizer"]
+            for name in ("toy", like)
+        ]
+    finally:
+        unregister("toy")
+    assert seconds[0] == seconds[1] > 0
+    with pytest.raises(UserError, match="toy"):
+        Work.parse("plan", ["optimizer=toy"])
 
 
 def test_adapters_by_hand() -> None:

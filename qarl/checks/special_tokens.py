@@ -13,7 +13,7 @@ from qarl.checks.check import Findings, warning
 from qarl.config import Config
 from qarl.data.digests import read_reward_source
 from qarl.data.prompts import PromptDataset
-from qarl.data.rewards import BUILTIN
+from qarl.data.rewards import BUILTIN, TAGS_READ
 
 _TAG = re.compile(r"^</?\w+>$")
 
@@ -23,7 +23,8 @@ def special_tokens_unseen(config: Config, tokenizer: Any, train_prompts: PromptD
     if config.reward.keep_special_tokens:
         return
     tokens = special_tokens(tokenizer)
-    source = (read_reward_source(config.reward.function) or b"").decode("utf-8", errors="replace")
+    own = (read_reward_source(config.reward.function) or b"").decode("utf-8", errors="replace")
+    source = own + " ".join(TAGS_READ.get(config.reward.function, ()))
     in_reward = [token for token in tokens if token in source and not token.isalnum()]
     in_template = (
         []

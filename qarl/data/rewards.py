@@ -90,6 +90,8 @@ BUILTIN: dict[str, RewardFn] = {
     "math_verify": math_verify,
     "reasoning_gym": reasoning_gym,
 }
+TAGS_READ = {"reasoning_gym": ("<answer>", "</answer>")}
+"""Tags that a built-in function looks for in every response, so that they must not be special tokens."""
 _PACKAGES = {"reasoning_gym": "reasoning_gym"}
 """Built-in functions that need a package which no environment has by itself (`qarl.side_packages`)."""
 IN_PROCESS = ("arithmetic",)

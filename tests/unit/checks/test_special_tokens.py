@@ -38,7 +38,9 @@ def tokenizer(tags_are_special: bool, template: str) -> Any:
 
 def warnings(folder: Path, source: str | None, kept: bool, **kinds: Any) -> list[str]:
     (folder / "mine.py").write_text(source or "")
-    function = f"{folder}/mine.py:score" if source else "arithmetic"
+    function = source or "arithmetic"
+    if function.startswith("def "):
+        function = f"{folder}/mine.py:score"
     made = tokenizer(**kinds)
     config: Any = SimpleNamespace(
         reward=SimpleNamespace(function=function, keep_special_tokens=kept)
@@ -87,6 +89,14 @@ def warnings(folder: Path, source: str | None, kept: bool, **kinds: Any) -> list
         (READS_TAGS, False, False, MESSAGES + ANSWERS, None),
         (READS_TAGS, True, True, MESSAGES + ANSWERS, None),
         (None, False, True, MESSAGES + ENDS + ANSWERS, None),
+        (
+            "reasoning_gym",
+            False,
+            True,
+            MESSAGES,
+            "source of reward.function names </answer>, <answer>",
+        ),
+        ("reasoning_gym", False, False, MESSAGES + ANSWERS, None),
         (READS_NUMBERS, False, True, MESSAGES + "<start_of_turn>", None),
     ],
 )

@@ -3,17 +3,23 @@
 Everything that the scorer needs is in the row's `extra_info`, as `qarl data reasoning_gym` writes it: the task and its
 parameters, the entry, and how the answer is found in a response. So the score is the same in every backend.
 
-It departs from the library in one point. Some of its scorers raise an exception for text that is no answer, such as
-`prime_factorization` for a word. Such a response scores 0. If a scorer fails for all responses, no ground truth is
-right either, and the check of ground truths, before a run, says so.
+It departs from the library in two points. Some of its scorers raise an exception for text that is no answer, such as
+`prime_factorization` for a word. And some evaluate what the response states, such as `countdown`, so 9**9**9**9 keeps
+them busy for ever. Both score 0, or one response of a model could end a run. The limit is in seconds of the processor,
+a hundred times what a scorer needs, so no score depends on how busy the machine is. If a scorer fails for all
+responses, no ground truth is right either, and the check of ground truths, before a run, says so.
 """
 
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
+from types import FrameType
 from typing import Any
 
 from qarl.data.entry_text import from_text
@@ -26,6 +32,7 @@ ENTRY = "entry"
 ANSWER_IN = "answer_in"
 KEYS = (TASK, PARAMETERS, ENTRY, ANSWER_IN)
 """What the scorer reads of a row's `extra_info`; all are texts."""
+CPU_SECONDS = 2.0
 _CACHED = 64
 
 
@@ -75,13 +82,36 @@ def score(response: str, extra_info: Mapping[str, Any] | None) -> float:
 
 
 def score_of(dataset: Any, answer: str | None, entry: dict[str, Any]) -> float:
-    """Return the library's score of `answer`, or 0 if its scorer raises an exception."""
+    """Return the library's score of `answer`, or 0 if its scorer raises an exception or takes `CPU_SECONDS`."""
     try:
-        with warnings.catch_warnings():
+        with _limited(CPU_SECONDS), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about answers that cannot be read
             return float(dataset.score_answer(answer, entry))
-    except Exception:  # an answer that cannot be read; scorers raise many types for it
+    except (Exception, _TooLong):  # an answer that cannot be read; scorers raise many types for it
         return 0.0
+
+
+class _TooLong(BaseException):
+    """Raised in a scorer that has used its time."""
+
+
+@contextmanager
+def _limited(cpu_seconds: float) -> Iterator[None]:
+    """Raise `_TooLong` in the block after `cpu_seconds`. Only a main thread, as a reward's, has such a limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    earlier = signal.signal(signal.SIGVTALRM, _end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, earlier)
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    raise _TooLong
 
 
 @lru_cache(maxsize=_CACHED)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import pytest
 
 from qarl import side_packages
 from qarl.config import load_config
+from qarl.data import reasoning_gym_reward
 from qarl.data.entry_text import to_text
 from qarl.data.ground_truths import judge
 from qarl.data.prompts import Prompt
+from qarl.data.reasoning_gym_tasks import make_dataset
 from qarl.data.rewards import get_reward_fn
 from qarl.data.scoring import find_reward, score_responses
 from qarl.errors import UserError
@@ -79,6 +83,20 @@ def test_ground_truths_verify_against_themselves() -> None:
         assert judge(reward, [prompt(truth={"answer": ""})] * 4, timeout_s=60).count == 0
     finally:
         reward.stop()
+
+
+@pytest.mark.usefixtures("fake_gym")
+def test_an_answer_that_keeps_the_scorer_busy_scores_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 9**9**9**9 does in the task countdown. The limit does not outlive the call."""
+    monkeypatch.setattr(reasoning_gym_reward, "CPU_SECONDS", 0.2)
+    handler = signal.getsignal(signal.SIGVTALRM)
+    dataset = make_dataset("sums", {})
+    started = time.process_time()
+    assert reasoning_gym_reward.score_of(dataset, "forever", ENTRY) == 0.0
+    assert 0.1 < time.process_time() - started < 5
+    assert reasoning_gym_reward.score_of(dataset, "3", ENTRY) == 1.0
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGVTALRM) == handler
 
 
 @pytest.mark.usefixtures("fake_gym")

@@ -23,7 +23,7 @@ class SumsConfig:
 
 
 class Sums:
-    """Sums of two numbers. `123boom` as an answer makes the scorer raise."""
+    """Sums of two numbers. The answer `boom` makes the scorer raise, and `forever` never lets it end."""
 
     def __init__(self, config: SumsConfig) -> None:
         self.config = config
@@ -47,6 +47,8 @@ class Sums:
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
         if answer == "boom":
             raise ValueError("cannot be read")
+        while answer == "forever":
+            pass
         a, b = entry["metadata"]["pair"]
         assert isinstance(entry["metadata"]["pair"], tuple)
         return self.config.scale if answer == str(a + b) else 0.0

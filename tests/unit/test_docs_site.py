@@ -54,6 +54,18 @@ def test_the_start_and_the_readme_link_to_every_shelf() -> None:
         assert named >= set(SHELVES), name
 
 
+def test_every_page_that_code_names_is_there() -> None:
+    """Messages, docstrings, configs and programs name pages by their paths in the repository."""
+    named = {}
+    for folder in ("qarl", "configs", "examples", "scripts", "benchmarks", "tests"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".yaml", ".toml") and "results" not in path.parts:
+                text = path.read_text(encoding="utf-8")
+                named |= dict.fromkeys(re.findall(r"(?<![\w/])docs/[a-z_/]+\.md", text), path.name)
+    assert len(named) > 15
+    assert {page: path for page, path in named.items() if not (ROOT / page).is_file()} == {}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_lists_and_tables_begin_after_an_empty_line(page: Path) -> None:
     """Python-Markdown takes them for a part of the paragraph otherwise, which a Git host does not."""

@@ -97,7 +97,8 @@ def _killed_for_memory(error: BaseException) -> bool:
     """Return whether an actor died because Ray killed it to free memory. Ray has no class for that."""
     from ray import exceptions
 
-    told = ("running low on memory", "OOM", "out of memory", "memory pressure")
+    # Of an actor that something else has killed, Ray names the kernel's OOM killer as a possible cause.
+    told = ("running low on memory", "NODE_OUT_OF_MEMORY")
     return isinstance(error, exceptions.RayActorError) and any(
         words in str(error) for words in told
     )

@@ -377,6 +377,16 @@ KILLED_FOR_MEMORY = """The actor died.
 \tpid: 42
 The actor is dead because its worker process has died. Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: Task was
 killed due to the node running low on memory."""
+KILLED_BY_SOMETHING = """The actor died unexpectedly before finishing this task.
+\tclass_name: create_colocated_worker_cls.<locals>.WorkerDict
+\tpid: 42
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker
+unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the process was killed
+by the OOM killer due to high memory usage, (2) ray stop --force was called, or (3) the worker crashed unexpectedly due
+to SIGSEGV or another unexpected error. If the process was killed by the kernel OOM killer (verifiable by checking for
+OOM in dmesg of the OOMing node), consider enabling resource isolation via --enable-resource-isolation to prevent node
+deaths by resource contention and significant loss of progress by uninformed kernel OOM killing."""
+"""What Ray 2.60 says of an actor that was killed with SIGKILL, whoever did it."""
 FULL = {
     "killed by Ray": (
         ray.exceptions.OutOfMemoryError(MEMORY),
@@ -433,3 +443,10 @@ def test_an_actor_that_ray_killed_for_its_memory_is_not_only_dead(tmp_path):
         named is not None and "out of memory" in named.what and "WorkerDict" in (named.where or "")
     )
     assert as_user_error(of_task(RuntimeError("shapes differ")), tmp_path) is None
+
+
+def test_an_actor_that_something_killed_is_not_one_that_ray_killed_for_its_memory(tmp_path):
+    died = ray.exceptions.ActorDiedError()
+    died.error_msg = KILLED_BY_SOMETHING
+    named = as_user_error(of_task(died), tmp_path)
+    assert named is not None and named.what == DEAD and "pid: 42" in (named.where or "")

@@ -146,11 +146,16 @@ def vllm_without_device() -> str | None:
     infer device type". VLLM_TARGET_DEVICE=cpu is not honoured: a build for GPUs has no operators for CPUs."""
     import torch
 
-    version = package_versions(("vllm",)).get("vllm")
-    for_cpus = version is None or "cpu" in version or sys.platform == "darwin"
-    if for_cpus or torch.cuda.is_available():
+    if vllm_is_for_cpus() or torch.cuda.is_available():
         return None
+    version = package_versions(("vllm",))["vllm"]
     return f"vllm {version} is built for GPUs, and torch sees none"
+
+
+def vllm_is_for_cpus() -> bool:
+    """Return whether the installed vLLM is a build for CPUs, or none is installed. This does not import vLLM."""
+    version = package_versions(("vllm",)).get("vllm")
+    return version is None or "cpu" in version or sys.platform == "darwin"
 
 
 def vllm_unusable() -> str | None:

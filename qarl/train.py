@@ -34,6 +34,7 @@ _STARTED = time.perf_counter()
 
 def _main(argv: list[str]) -> int:
     from qarl.checks.bands import narrow_bands
+    from qarl.checks.exact_threads import run_threads
     from qarl.config import load_config
     from qarl.config.hints import unread_paper_keys, unusual_values
     from qarl.process import limit_threads
@@ -48,7 +49,7 @@ def _main(argv: list[str]) -> int:
         dry_run(config)
         return 0
     if config.backend == "local":  # verl trains in other processes, see qarl.verl.config
-        limit_threads(config.trainer.num_threads)
+        limit_threads(run_threads(config))
     return run(config, argv)
 
 

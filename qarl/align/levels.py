@@ -5,8 +5,8 @@
     model     also the engine's rounding of residual additions, norms and rotary embedding, and the best attention that
               the device has: on a CPU the engine's own operator, so that this level is `exact` there
     exact     the same. The report says why if the operator cannot be called, and the limit on the mismatch is nearly 0.
-              δ (`qarl.metrics.step_metrics`) is 0. For prompts of more than about 300 tokens this needs one thread, and
-              an engine that prefills each prompt in one piece
+              δ (`qarl.metrics.step_metrics`) is 0. For long prompts (`qarl.kernels.cpu.attention_tiles`) this needs one
+              thread, and an engine that prefills each prompt in one piece
 
 `align_model` applies levels `model` and `exact` where `qarl.align.applied_level` finds that they exist. For experts
 they also use the engine's router and, if the experts are BF16, the engine's operator. Other models and devices get the
@@ -48,20 +48,17 @@ from qarl.align.cpu_attention import (
 from qarl.align.cuda import align_layers
 from qarl.align.model_config import check_config_keys
 from qarl.align.packed_attention import register_attention, use_rows_attention
-from qarl.align.rotary import EngineRotaryEmbedding, is_plain, match_rotary
+from qarl.align.rotary import EngineRotaryEmbedding, head_size_of, is_plain, match_rotary
 from qarl.align.router import AlignedRouter, routers
 from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.families import family_of
+from qarl.kernels.cpu.attention_tiles import longest_exact_prompt
 from qarl.lora.layers import adapted_class
 from qarl.quant.experts import QuantExperts, stacked_experts
 from qarl.quant.fsdp import ShardedQuantExperts
 from qarl.quant.linear import QuantLinear
 from qarl.schemes import UNQUANTIZED
-
-EXACT_PROMPT = 300
-"""At level `exact`, prompts of up to about this number of tokens have δ = 0 with any number of threads (measured for
-heads of 128; with smaller heads the number is larger)."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +67,13 @@ class AlignReport(AppliedLevel):
 
     `why_lower`: the reasons if the applied level is lower. `replaced`: number of replaced modules, by kind.
     `unconfirmed`: why the applied level promises no mismatch on this device, or None. `threads`: of this process.
+    `exact_prompt`: tokens of the longest prompt that several threads do not change.
     """
 
     replaced: Mapping[str, int] = field(default_factory=dict)
     unconfirmed: str | None = None
     threads: int = 1
+    exact_prompt: int = 0
 
     @property
     def limit_level(self) -> Level:
@@ -89,7 +88,7 @@ class AlignReport(AppliedLevel):
             first += f" {verb} {self.level}"
         if self.level.zero_mismatch and self.threads > 1:
             first += (
-                f" for prompts of up to about {EXACT_PROMPT} tokens, with {self.threads} threads"
+                f" for prompts of up to {self.exact_prompt} tokens, with {self.threads} threads"
             )
         details = [*self.why_lower]
         if self.unconfirmed:
@@ -153,7 +152,8 @@ def align_model(
         return reported(align_layers(model), missing)
     replaced = _align_on_cpu(model, experts, engine_attends=applied.level.zero_mismatch)
     numbers = {kind: number for kind, number in replaced.items() if number}
-    return reported(numbers, threads=torch.get_num_threads())
+    exact_prompt = longest_exact_prompt(head_size_of(model.config))
+    return reported(numbers, threads=torch.get_num_threads(), exact_prompt=exact_prompt)
 
 
 def _known_level(level: str) -> Level:

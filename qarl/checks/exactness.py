@@ -1,16 +1,20 @@
-"""Where level `exact` does not promise δ = 0: several threads with long prompts, and adapters of small linears.
+"""Where level `exact` does not promise δ = 0: long prompts with several threads or a prefix cache, small adapters.
 
 A run, the doctor and TRL say these exceptions beside the level. docs/understand/alignment.md and
 docs/understand/adapters.md have the reasons.
+The defaults (`qarl.checks.exact_threads` and `caches_prefixes`) avoid the first two.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from qarl.align.levels import EXACT_PROMPT
+import torch
+
+from qarl.align.rotary import head_size_of
 from qarl.checks.layers import meta_model
 from qarl.config import Config
+from qarl.kernels.cpu.attention_tiles import longest_exact_prompt
 from qarl.lora.layers import target_linears
 from qarl.process import thread_count
 
@@ -20,19 +24,54 @@ ONE_BY_ONE = 4096
 
 def exceptions(config: Config, hf_config: Any) -> list[str]:
     """Return the exceptions from δ = 0 of a run on a CPU whose applied level is `exact`, a sentence each."""
-    return [text for text in (_of_threads(config), _of_adapters(config, hf_config)) if text]
+    found = (
+        _of_threads(config, hf_config),
+        _of_prefix_cache(config, hf_config),
+        _of_adapters(config, hf_config),
+    )
+    return [text for text in found if text]
 
 
-def _of_threads(config: Config) -> str | None:
+def caches_prefixes(config: Config, hf_config: Any, *, routing: bool) -> bool | None:
+    """Return whether the local engine has a prefix cache (`EngineConfig.enable_prefix_caching`).
+
+    `routing`: whether rollouts return each token's experts, which cached tokens have none of."""
+    asked = config.rollout.enable_prefix_caching
+    if asked is not None or torch.cuda.is_available():
+        return asked
+    if routing:
+        return False
+    promises_bits = config.quant.align.follows_engine
+    return not promises_bits or config.data.max_prompt_length <= _exact_prompt(hf_config)
+
+
+def _of_threads(config: Config, hf_config: Any) -> str | None:
     threads = thread_count(config.trainer.num_threads, processes=config.trainer.n_gpus_per_node)
     longest = config.data.max_prompt_length
-    if threads == 1 or longest <= EXACT_PROMPT:
+    exact = _exact_prompt(hf_config)
+    if threads == 1 or longest <= exact:
         return None
     return (
-        f"quant.align={config.quant.align} is not exact for prompts of more than about {EXACT_PROMPT} tokens "
+        f"quant.align={config.quant.align} is not exact for prompts of more than {exact} tokens "
         f"(data.max_prompt_length={longest}): with {threads} threads vLLM sums their attention in another order; "
         "for δ = 0 set trainer.num_threads=1, or OMP_NUM_THREADS=1"
     )
+
+
+def _of_prefix_cache(config: Config, hf_config: Any) -> str | None:
+    longest = config.data.max_prompt_length
+    exact = _exact_prompt(hf_config)
+    if not config.rollout.enable_prefix_caching or longest <= exact:
+        return None
+    return (
+        f"quant.align={config.quant.align} is not exact for prompts of more than {exact} tokens "
+        f"(data.max_prompt_length={longest}): behind a cached prefix vLLM sums their attention in another order; "
+        "for δ = 0 leave out rollout.enable_prefix_caching"
+    )
+
+
+def _exact_prompt(hf_config: Any) -> int:
+    return longest_exact_prompt(head_size_of(hf_config))
 
 
 def _of_adapters(config: Config, hf_config: Any) -> str | None:

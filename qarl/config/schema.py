@@ -169,6 +169,11 @@ class RolloutConfig(Section):
     )
     """Size of vLLM's KV cache in GiB. CPU only."""
 
+    enable_prefix_caching: bool | None = None
+    """Prefill the common start of prompts once, also that of the n responses to a prompt. null means: with
+    backend=local on a CPU, where it changes no bit of a prompt as long as data.max_prompt_length; with backend=verl on
+    a CPU not; on a GPU vLLM's or verl's default. With experts it is off on a CPU unless set."""
+
     enforce_eager: bool | None = None
     """Run vLLM without CUDA graphs. It starts faster but decodes more slowly. null means true on a CPU, where
     backend=verl always takes true, and false on GPUs. On GPUs only decode steps are captured, and the model is not
@@ -244,8 +249,9 @@ class TrainerConfig(Section):
 
     num_threads: Annotated[int | None, Unit("threads")] = Field(default=None, ge=1, le=4096)
     """CPU threads per process. backend=local has one process for trainer and engine. backend=verl has one process per
-    rank. null means OMP_NUM_THREADS if set, otherwise all usable CPUs. With backend=verl, the ranks share these CPUs,
-    or Ray decides on GPUs."""
+    rank. null means OMP_NUM_THREADS if set, otherwise all usable CPUs, but one thread if quant.align is model or exact
+    and prompts may be longer than several threads are exact for. With backend=verl, the ranks share the CPUs, or Ray
+    decides on GPUs."""
 
     save_final: bool = True
     """At the end, write a checkpoint that vLLM can load (compressed-tensors format)."""

@@ -31,6 +31,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from qarl.checks.exact_threads import run_threads
 from qarl.config import Config, load_config
 from qarl.config.demos import DEFAULT, DEMOS, PackagedModel, TinyModel
 from qarl.config.errors import nearest
@@ -64,7 +65,7 @@ def _main(argv: list[str]) -> int:
         load_config(arguments) for arguments in arms
     ]  # a wrong argument is refused before the model is made
     if not configs[0].dry_run:
-        limit_threads(configs[0].trainer.num_threads)
+        limit_threads(run_threads(configs[0]))
         make_inputs(demo.source, configs[0], command=f"qarl demo {names[0]}")
     from qarl import train  # its clock starts with the import, and the model is not part of the run
 

@@ -28,6 +28,7 @@ from qarl.console import entry
 
 
 def _main(argv: list[str]) -> int:
+    from qarl.checks.exact_threads import run_threads
     from qarl.config import load_config
     from qarl.diagnose.arguments import CALIBRATE, calibrate_request
     from qarl.process import limit_threads
@@ -36,7 +37,7 @@ def _main(argv: list[str]) -> int:
     if argv[:1] == [CALIBRATE]:
         request, argv = calibrate_request(argv[1:])
     config = load_config(argv)
-    limit_threads(config.trainer.num_threads)
+    limit_threads(run_threads(config))
     if request is not None:
         from qarl.diagnose.calibrate import calibrate
 

@@ -33,13 +33,14 @@ _OPTIONS = ("device", "gpu_memory_gib", "gpu_capability", "json")
 
 
 def _main(argv: list[str]) -> int:
+    from qarl.checks.exact_threads import run_threads
     from qarl.config import load_config
     from qarl.process import limit_threads
 
     _check_prefix(argv)
     options = [word.removeprefix(_PREFIX) for word in argv if word.startswith(_PREFIX)]
     config = load_config([word for word in argv if not word.startswith(_PREFIX)])
-    limit_threads(config.trainer.num_threads)
+    limit_threads(run_threads(config))
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from qarl.checks.machine import DoctorOptions, find_machine
     from qarl.config.command_arguments import read_request

@@ -31,6 +31,7 @@ from qarl.checks.check import (
     ok,
     warning,
 )
+from qarl.checks.exact_threads import run_threads
 from qarl.checks.inputs_record import Record
 from qarl.checks.machine import Machine
 from qarl.checks.memory import checkpoint_bytes, readable
@@ -95,9 +96,7 @@ def threads(config: Config, machine: Machine) -> Findings:
     cores = len(os.sched_getaffinity(0))
     workers = config.trainer.n_gpus_per_node
     share = max(1, cores // workers)
-    count = config.trainer.num_threads or (
-        int(os.environ["OMP_NUM_THREADS"]) if workers == 1 else share
-    )
+    count = run_threads(config) if workers == 1 else config.trainer.num_threads or share
     what = f"{count} threads in each of {workers} processes on {cores} cores"
     if count * workers <= cores or (config.backend == "verl" and not machine.on_cpu):
         yield ok(what)

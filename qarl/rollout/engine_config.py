@@ -48,7 +48,8 @@ class EngineConfig:
     for FP32 logits, else model. `dtype`: a value of `model.dtype`. `kernels`: a value of `quant.kernels`.
     `enforce_eager`: None is true only on a CPU. `free_cache_engine`: on a GPU, `sleep` frees memory. `aligned`: on a
     GPU, run the operators that the trainer follows at `quant.align=model`. `adapters`: the adapters that it serves on
-    the published weights (`RolloutEngine.publish_adapter`), or None."""
+    the published weights (`RolloutEngine.publish_adapter`), or None. `enable_prefix_caching`: prefill the common start
+    of prompts once. None is false on a CPU, and vLLM's default on a GPU."""
 
     model: str
     scheme: Scheme
@@ -68,6 +69,7 @@ class EngineConfig:
     aligned: bool = False
     kernels: str = "engine"
     adapters: AdapterSpec | None = None
+    enable_prefix_caching: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.scheme, Scheme) or isinstance(self.ignore, str):
@@ -76,6 +78,11 @@ class EngineConfig:
                 where="EngineConfig",
                 fix='write scheme=get_scheme("w4a16", group_size=128), ignore=("lm_head",)',
             )
+
+
+CACHED_BLOCK = 32
+"""Tokens of a block of the prefix cache on a CPU, which shares whole blocks: the smallest number that vLLM's attention
+takes. vLLM's default, 128, is longer than many prompts. The bits do not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,8 @@ def llm_arguments(config: EngineConfig, *, statistics: bool = True) -> dict[str,
     if config.head_dtype == "fp32":
         arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | FP32_HEAD
     if torch.cuda.is_available():
+        if config.enable_prefix_caching is not None:
+            arguments["enable_prefix_caching"] = config.enable_prefix_caching
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.free_cache_engine
         if not eager(config.enforce_eager):
@@ -157,9 +166,11 @@ def llm_arguments(config: EngineConfig, *, statistics: bool = True) -> dict[str,
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
         # A chunked prefill does not give the same bits as a whole one. Also, on a CPU a request with a seed
         # crashes if its prefill is chunked ("CPU Generator does not use offset").
-        # A request with a cached prefix prefills only the rest, so its matrix products are also tiled differently.
+        # A request with a cached prefix prefills only the rest. In long prompts that changes bits, too.
         arguments["enable_chunked_prefill"] = False
-        arguments["enable_prefix_caching"] = False
+        arguments["enable_prefix_caching"] = bool(config.enable_prefix_caching)
+        if config.enable_prefix_caching:
+            arguments["block_size"] = CACHED_BLOCK
         arguments["max_num_batched_tokens"] = max(
             config.max_num_batched_tokens or BATCHED_TOKENS["local"], config.max_model_len
         )

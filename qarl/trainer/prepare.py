@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qarl.checks.check import RunInputs
+from qarl.checks.exactness import caches_prefixes
 from qarl.checks.generation import check_sampling
 from qarl.checks.inputs_record import Record
 from qarl.checks.model_folder import cannot_build
@@ -107,5 +108,6 @@ def engine_config(config: Config, policy: Policy, *, routing: bool = False) -> E
         dtype=config.model.dtype,
         aligned=policy.align.follows_engine,
         kernels=config.quant.kernels,
+        enable_prefix_caching=caches_prefixes(config, policy.model.config, routing=routing),
         adapters=AdapterSpec(adapters.rank, adapters.targets) if adapters else None,
     )

@@ -77,7 +77,7 @@ _ROUNDING = _keys(
     actor="ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu use_dynamic_bsz ppo_max_token_len_per_gpu "
     "log_prob_max_token_len_per_gpu",
     rollout="max_num_seqs max_num_batched_tokens gpu_memory_utilization cpu_kvcache_space_gib enforce_eager "
-    "free_cache_engine",
+    "enable_prefix_caching free_cache_engine",
 )
 """Keys that limit memory or set threads. If they change, the training is the same, but the rounding differs."""
 UNTRAINED = _FREE | _ROUNDING | _VALIDATION

@@ -26,7 +26,13 @@ from qarl.errors import UserError
 from qarl.tbpo.config import KEYS
 from qarl.trl.fields import check_names, check_values, refused_by_trl
 
-ENGINE_KEYS = ("max_num_seqs", "gpu_memory_utilization", "cpu_kvcache_space_gib", "enforce_eager")
+ENGINE_KEYS = (
+    "max_num_seqs",
+    "gpu_memory_utilization",
+    "cpu_kvcache_space_gib",
+    "enforce_eager",
+    "enable_prefix_caching",
+)
 QUANT_KEYS = ("scheme", "group_size", "ignore", "kernels", "align", "mismatch_limit")
 RUN_KEYS = {
     "model.trust_remote_code": "trust_remote_code",

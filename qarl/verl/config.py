@@ -272,6 +272,8 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"{root}.log_prob_micro_batch_size_per_gpu": config.actor.log_prob_micro_batch_size_per_gpu,
         f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
     }
+    if rollout.enable_prefix_caching is not None:  # null is verl's default, and on a CPU none
+        keys[f"{root}.enable_prefix_caching"] = rollout.enable_prefix_caching
     if not on_cpu and rollout.tensor_model_parallel_size == 1:
         # vLLM's default. verl's default is a separate worker process, which starts only after the engine's.
         keys[f"+{root}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"

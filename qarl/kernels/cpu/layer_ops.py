@@ -1,12 +1,13 @@
 """vLLM's attention and rotary embedding on a CPU, without an engine. The same operands give the engine's bits.
 
 Attention. The engine stores keys and values in a paged cache. `causal_attention` makes such a cache for the rows
-(sequences) of a pack. From 334 keys on (at head size 128), the order of the operator's sums depends on the number of
-queries in a request. So the prompt is one request here, as in the engine's prefill, and each response token is one
-request, as in its decoding. `causal_attention` is batch-invariant, because rows share a call only where the operator
-cannot cut a prompt (`_calls_of_rows`), and the keys of one query are never split among threads (`enable_kv_split` is
-false, here and by `qarl.process` in the engine). With several threads the engine's prefill is not batch-invariant,
-because one call computes several long prompts. The operator has no autograd. `qarl.align.cpu_attention` adds it.
+(sequences) of a pack. In long rows the order of the operator's sums depends on the number of queries in a request
+(`qarl.kernels.cpu.attention_tiles`). So the prompt is one request here, as in the engine's prefill, and each response
+token is one request, as in its decoding. `causal_attention` is batch-invariant, because rows share a call only where no
+cut of a prompt changes its bits (`_calls_of_rows`), and the keys of one query are never split among threads
+(`enable_kv_split` is false, here and by `qarl.process` in the engine). With several threads the engine's prefill of
+long prompts is not batch-invariant, because one call computes several of them. The operator has no autograd.
+`qarl.align.cpu_attention` adds it.
 
 Rotary embedding. It is compared with transformers' (`qarl.align.rotary`). The two read different config keys, and may
 compute different angles from the same keys. For example, vLLM's `dynamic` changes the base for every length, but
@@ -21,11 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qarl.kernels.cpu.attention_tiles import longest_exact_prompt
 from qarl.process import configure_vllm_process, vllm_missing
 
 BLOCK_SIZE = 128  # vLLM's default on CPU (cache_config.block_size); results do not depend on it
-_SMALLEST_TILE = 32
-"""Number of keys of the smallest tile. A shorter prompt is a single tile, however the operator cuts it."""
 _TOKENS = 4096
 """Number of tokens of a call, so that its cache stays small. A longer row is a call of its own."""
 
@@ -119,7 +119,7 @@ def _calls(
 
     isa = _get_attn_isa(torch.bfloat16, BLOCK_SIZE, head_size)
     calls = []
-    for together in _calls_of_rows(rows, threads):
+    for together in _calls_of_rows(rows, threads, longest_exact_prompt(head_size)):
         lengths = torch.tensor([length for length, _ in together])
         row_blocks = (lengths + BLOCK_SIZE - 1) // BLOCK_SIZE
         starts = lengths.cumsum(0) - lengths
@@ -162,17 +162,18 @@ def _calls(
     return isa, calls
 
 
-def _calls_of_rows(rows: tuple[Row, ...], threads: int) -> list[list[Row]]:
-    """Distribute rows over calls. With several threads, a call with a long prompt has no other row.
+def _calls_of_rows(rows: tuple[Row, ...], threads: int, longest_exact: int) -> list[list[Row]]:
+    """Distribute rows over calls. With several threads, a call with a prompt of more than `longest_exact` tokens has no
+    other row.
 
-    The operator gives each thread an equal share of a call's keys, and cuts a prompt where a share ends. The pieces
-    have tiles of other sizes, so the bits of a prompt of more than one tile would depend on the rows beside it.
+    The operator gives each thread an equal share of a call's keys, and cuts a prompt where a share ends. So the bits of
+    a long prompt would depend on the rows beside it.
     """
     calls: list[list[Row]] = []
     alone = True
     tokens = 0
     for length, prompt in rows:
-        cut = threads > 1 and prompt > _SMALLEST_TILE
+        cut = threads > 1 and prompt > longest_exact
         if alone or cut or tokens + length > _TOKENS:
             calls.append([])
             tokens = 0

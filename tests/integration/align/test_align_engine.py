@@ -15,6 +15,7 @@ from random_models import save_random_model
 
 from qarl.config.level import Level
 from qarl.data.prompts import load_prompts
+from qarl.kernels.cpu.attention_tiles import longest_exact_prompt
 from qarl.quant import Scheme, get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.trainer.batch import Batch, make_batch
@@ -23,13 +24,23 @@ from qarl.trainer.policy import Policy
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 
 
+def in_threads(count: int) -> Iterator[None]:
+    """Set the number of threads for a while. (A CPU engine replaces torch.set_num_threads by a function that warns.)"""
+    threads = torch.get_num_threads()
+    torch._C.set_num_threads(count)
+    yield
+    torch._C.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """On several threads the tiles of vLLM's prefill, so the bits of long prompts, depend on the engine's batch."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    yield from in_threads(1)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    yield from in_threads(2)
 
 
 @dataclass
@@ -132,16 +143,31 @@ def test_other_families(tmp_path, family):
     assert rollout.delta("off").mean() > 1e-3 and rollout.delta("model").max() == 0
 
 
-def test_long_prompts_at_head_size_128(tmp_path):
-    """From 334 keys on the engine's prefill sums in another order than its decoding. Each prompt is sampled twice, as
-    rollout.n does: a cached prefix would be prefilled in another tiling."""
+def model_with_heads_of_128(folder: Path) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = save_random_model(tmp_path / "model")
+    save_random_model(folder)
     config = AutoConfig.from_pretrained(folder)
     config.head_dim, config.max_position_embeddings, config.initializer_range = 128, 1024, 0.06
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "bf16"])
+def test_threads_and_a_prefix_cache_up_to_the_border(tmp_path, scheme, two_threads):
+    """Each prompt is sampled three times: the second and third prefill only what follows the cached blocks."""
+    folder = model_with_heads_of_128(tmp_path / "model")
+    prompts = random_prompts(3, longest_exact_prompt(128)) * 3
+    rollout = sample(folder, scheme, prompts, 40, enable_prefix_caching=True)
+    assert rollout.delta("off").mean() > 1e-4
+    assert rollout.delta("model").max() == 0
+
+
+def test_long_prompts_at_head_size_128(tmp_path):
+    """From 334 keys on the engine's prefill sums in another order than its decoding. Each prompt is sampled twice, as
+    rollout.n does: a cached prefix would be prefilled in another tiling."""
+    folder = model_with_heads_of_128(tmp_path / "model")
     rollout = sample(folder, "w4a16", random_prompts(3, 600) * 2, 40)
     off, linears, model = (rollout.delta(level) for level in ("off", "linears", "model"))
     assert linears.mean() < off.mean() / 10 and model.max() == 0

@@ -134,6 +134,7 @@ VERL: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     "rollout.gpu_memory_utilization": (0.6, f"{ROLLOUT}.gpu_memory_utilization"),
     "rollout.cpu_kvcache_space_gib": (2.0, f"{ENGINE}.kv_cache_memory_bytes"),
     "rollout.enforce_eager": (True, f"{QUANT}.enforce_eager"),
+    "rollout.enable_prefix_caching": (True, f"{ROLLOUT}.enable_prefix_caching"),
     "rollout.free_cache_engine": (False, f"{ROLLOUT}.free_cache_engine"),
     "rollout.tensor_model_parallel_size": (2, f"{QUANT}.tensor_model_parallel_size", GPU),
     "rollout.router_replay": ("off", f"{QUANT}.router_replay"),

@@ -26,6 +26,7 @@ OTHER: dict[str, Any] = {
     "rollout.gpu_memory_utilization": 0.4,
     "rollout.cpu_kvcache_space_gib": 0.5,
     "rollout.enforce_eager": True,
+    "rollout.enable_prefix_caching": True,
     "rollout.free_cache_engine": False,
     "quant.scheme": "w8a8",
     "quant.group_size": 32,

@@ -207,8 +207,8 @@ def test_a_row_of_attention_does_not_depend_on_the_rows_beside_it_or_on_what_fol
     ],
 )
 def test_rows_share_a_call_where_none_of_them_can_be_cut(threads, rows, calls):
-    """Several threads cut a prompt of more than 32 tokens. A call of several rows has at most 4,096 tokens."""
-    made = _calls_of_rows(tuple(rows), threads)
+    """Several threads change a prompt of more than 32 tokens here. A call of several rows has at most 4,096 tokens."""
+    made = _calls_of_rows(tuple(rows), threads, 32)
     assert [len(call) for call in made] == calls and [row for call in made for row in call] == rows
 
 

@@ -12,12 +12,14 @@ from engine_helpers import config
 from transformers import CONFIG_MAPPING
 
 from qarl.align.applied_level import AppliedLevel
-from qarl.align.levels import EXACT_PROMPT, AlignReport
+from qarl.align.levels import AlignReport
 from qarl.checks import model as checks_of_model
-from qarl.checks.exactness import ONE_BY_ONE, exceptions
+from qarl.checks.exact_threads import run_threads
+from qarl.checks.exactness import ONE_BY_ONE, caches_prefixes, exceptions
 from qarl.checks.model import level_notes
 from qarl.config.level import Level
 from qarl.doctor.model import alignment
+from qarl.kernels.cpu.attention_tiles import TILINGS, longest_exact_prompt, longest_uncut
 from qarl.process import thread_count
 
 
@@ -28,6 +30,10 @@ def tiny() -> Any:
     return CONFIG_MAPPING["qwen3"](**sizes, **heads)
 
 
+EXACT_PROMPT = longest_exact_prompt(64)
+"""Of the head size of `tiny`."""
+
+
 @pytest.mark.parametrize("prompt", [EXACT_PROMPT, EXACT_PROMPT + 1, 3000])
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_threads_and_long_prompts(threads: int, prompt: int, tmp_path: Path) -> None:
@@ -36,7 +42,7 @@ def test_threads_and_long_prompts(threads: int, prompt: int, tmp_path: Path) -> 
     assert bool(said) == (threads > 1 and prompt > EXACT_PROMPT)
     if said:
         (text,) = said
-        assert "is not exact for prompts of more than about 300 tokens" in text
+        assert f"is not exact for prompts of more than {EXACT_PROMPT} tokens" in text
         assert f"data.max_prompt_length={prompt}" in text
         assert f"{threads} threads" in text and "set trainer.num_threads=1" in text
 
@@ -64,6 +70,48 @@ def test_adapters_of_small_linears(
         assert ("q_proj" if targets else "k_proj") in said[0]
 
 
+@pytest.mark.parametrize("prompt", [EXACT_PROMPT, EXACT_PROMPT + 1])
+@pytest.mark.parametrize("level", Level)
+def test_the_defaults_are_exact(
+    level: Level, prompt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All cores and a prefix cache, unless the level follows the engine and a prompt can be cut."""
+    (tmp_path / "config.json").write_text('{"head_dim": 64}')
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
+    keys = [f"model.path={tmp_path}", f"quant.align={level}", f"data.max_prompt_length={prompt}"]
+    settings = config(tmp_path, *keys, "trainer.num_threads=null")
+    free = prompt <= EXACT_PROMPT or level < Level.MODEL
+    assert run_threads(settings) == (6 if free else 1)
+    assert caches_prefixes(settings, tiny(), routing=False) is free
+    assert caches_prefixes(settings, tiny(), routing=True) is False
+    asked = config(tmp_path, *keys, "trainer.num_threads=3", "rollout.enable_prefix_caching=true")
+    assert run_threads(asked) == 3
+    assert caches_prefixes(asked, tiny(), routing=True) is True
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert run_threads(settings) == 2
+
+
+def test_a_model_without_a_config_has_large_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
+    border = longest_exact_prompt(256)
+    for prompt, threads in ((border, 6), (border + 1, 1)):
+        keys = ["model.path=org/name", "trainer.num_threads=null", "quant.align=model"]
+        settings = config(tmp_path, *keys, f"data.max_prompt_length={prompt}")
+        assert run_threads(settings) == threads
+
+
+def test_a_prefix_cache_of_long_prompts_is_an_exception(tmp_path: Path) -> None:
+    keys = ["trainer.num_threads=1", "rollout.enable_prefix_caching=true"]
+    long = config(tmp_path, *keys, f"data.max_prompt_length={EXACT_PROMPT + 1}")
+    (text,) = exceptions(long, tiny())
+    assert "behind a cached prefix" in text and "leave out rollout.enable_prefix_caching" in text
+    assert not exceptions(config(tmp_path, *keys, f"data.max_prompt_length={EXACT_PROMPT}"), tiny())
+
+
 @pytest.mark.parametrize("level", Level)
 def test_only_the_level_exact_has_exceptions(
     level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -83,8 +131,8 @@ def test_only_the_level_exact_has_exceptions(
 
 @pytest.mark.parametrize("asked", [Level.MODEL, Level.EXACT])
 def test_the_log_says_for_which_prompts(asked: Level) -> None:
-    many = str(AlignReport(asked, Level.EXACT, threads=2))
-    assert "for prompts of up to about 300 tokens, with 2 threads" in many
+    many = str(AlignReport(asked, Level.EXACT, threads=2, exact_prompt=320))
+    assert "for prompts of up to 320 tokens, with 2 threads" in many
     assert "prompts" not in str(AlignReport(asked, Level.EXACT, threads=1))
     assert "prompts" not in str(AlignReport(asked, Level.LINEARS, threads=2))
 
@@ -94,7 +142,9 @@ def test_the_pages_name_the_same_limits() -> None:
         (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
         for name in ("understand/alignment", "understand/adapters")
     )
-    assert re.search(rf"prompts of more than\s+about {EXACT_PROMPT} tokens", alignment_page)
+    for size in (64, 128):  # the page's figures are those of 1 MiB of L2 cache
+        longest = longest_uncut(size, l2_bytes=2**20, tiling=TILINGS["vec"])
+        assert re.search(rf"\| {size} \| {longest} \|", alignment_page)
     assert f"linear is at most {ONE_BY_ONE}" in lora_page
 
 

@@ -27,11 +27,16 @@ def resolved_keys(config: Any) -> dict[str, Any]:
 
 
 def paper_loss(
-    loss: str, rows: Rows, keys: dict[str, Any], correction: dict[str, Any]
+    loss: str,
+    rows: Rows,
+    keys: dict[str, Any],
+    correction: dict[str, Any],
+    weights: list[torch.Tensor] | None = None,
 ) -> tuple[float, torch.Tensor]:
-    """Loss and gradient, [B, T] float64, of a whole mini-batch. `keys`: of the section `actor`, without nulls."""
+    """Loss and gradient, [B, T] float64, of a whole mini-batch. `keys`: of the section `actor`, without nulls.
+    `weights`: `all_weights` of a batch that has more rows than the mini-batch, or None."""
     log_prob = rows["log_prob"].detach().double().requires_grad_()
-    weights = all_weights(rows, correction)
+    weights = all_weights(rows, correction) if weights is None else weights
     per_response = []
     tokens = [row.nonzero().flatten() for row in rows["response_mask"]]
     for i, where in enumerate(tokens):
@@ -86,13 +91,9 @@ def token_losses(
     r, s = (new - old).exp(), (new - old).mean().exp().expand(len(new))
     low, high = 1 - keys["clip_ratio_low"], 1 + keys["clip_ratio_high"]
     if loss == "tbpo":
-        w = min(max(float((old - rollout).mean().exp()), 1 / keys["seq_tis_imp_ratio_cap"]), 2.0)
-        bounds = (
-            (-math.inf, 1 + keys["seq_clip_ratio_high"])
-            if a > 0
-            else (1 - keys["neg_seq_clip_ratio_low"], 1 + keys["neg_seq_clip_ratio_high"])
-        )
-        return -w * s.clamp(*bounds) * a
+        w = tbpo_weight(float((old - rollout).mean().exp()), keys)
+        below, above = tbpo_band(a, len(new), keys)
+        return -w * s.clamp(1 - below, 1 + above) * a
     if loss == "positive_only" and a < 0:
         return 0 * r
     if loss in ("gspo", "mis_gspo"):
@@ -108,6 +109,26 @@ def token_losses(
     return (
         clipped.clamp(max=-keys["clip_ratio_c"] * a) if loss == "dual_clip" and a < 0 else clipped
     )
+
+
+def tbpo_weight(w: float, keys: dict[str, Any]) -> float:
+    """arXiv 2604.07853, section 3.2: the weight in [1/C, C], or 0 outside of it with `drop`."""
+    cap = keys["seq_tis_imp_ratio_cap"]
+    inside = min(max(w, 1 / cap), cap)
+    return 0.0 if keys["mismatch_outside_cap"] == "drop" and inside != w else inside
+
+
+def tbpo_band(a: float, tokens: int, keys: dict[str, Any]) -> tuple[float, float]:
+    """How far the ratio of a response of `tokens` tokens may be below and above 1."""
+    below, above = keys["neg_seq_clip_ratio_low"], keys["neg_seq_clip_ratio_high"]
+    if a >= 0:
+        two_sided = keys["positive_band"] == "two_sided"
+        below = keys["seq_clip_ratio_low"] if two_sided else math.inf
+        above = keys["seq_clip_ratio_high"]
+    wider = 1.0
+    if keys["band_scaling"] == "length":
+        wider = math.sqrt(keys["band_reference_length"] / tokens)
+    return below * wider, above * wider
 
 
 def mis_weight(d: torch.Tensor, cap: float) -> float:

@@ -32,7 +32,7 @@ from twin_run import EOS, Recorder, Step, load, quantized_layers
 
 LOG_PROBS = 0.06
 """Largest root mean square error of log-probs in BF16, in nats."""
-GRADIENTS = {"w8a8": 0.12, "bf16": 0.05, "fp16": 0.01}
+GRADIENTS = {"w8a8": 0.12, "w4a16": 0.05, "bf16": 0.05, "fp16": 0.01}
 """Largest error of a gradient, as a share of its norm."""
 
 
@@ -266,7 +266,8 @@ class Twin:
     def gradient_tolerance(self) -> float:
         quant = self.config.quant
         half: str = self.config.model.dtype
-        return GRADIENTS[half if quant.align.value == "off" or quant.scheme == "bf16" else "w8a8"]
+        unquantized = quant.align.value == "off" or quant.scheme == "bf16"
+        return GRADIENTS[half if unquantized else quant.scheme]
 
     def load_forward(self, step: Step, weights: dict[str, Tensor]) -> None:
         """Give the twin's model what the trainer's forward multiplies by: the quantized BF16 cast of `weights`."""

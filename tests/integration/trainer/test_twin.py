@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cpu_features import needs_w4a16_cpu
 from random_models import save_random_model
 from twin_checks import follow, same
 from twin_metrics import MEASURED
@@ -50,6 +51,22 @@ ROWS: dict[str, list[str]] = {
         "algorithm.norm_adv_by_std_in_grpo=false",
         "rollout_correction.rollout_is=token",
         "rollout_correction.rollout_is_threshold=1.1",
+    ],
+    "tbpo-w4a16-cosine": [
+        "quant.scheme=w4a16",
+        "quant.group_size=32",
+        "optim.lr=1e-3",
+        "optim.lr_scheduler_type=cosine",
+        "optim.min_lr_ratio=0.2",
+        "actor.ppo_mini_batch_size=4",
+        "actor.ppo_epochs=2",
+    ],
+    "grpo-fp8-off": [
+        "quant.scheme=fp8",
+        "quant.align=off",
+        "optim.lr=1e-3",
+        "actor.loss=grpo",
+        "data.shuffle=false",
     ],
     "dual_clip-dr_grpo-dynamic": [
         "quant.scheme=bf16",
@@ -125,7 +142,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("twin") / "model", initializer_range=0.12)
 
 
-@pytest.mark.parametrize("row", ROWS)
+NEEDS = {"tbpo-w4a16-cosine": needs_w4a16_cpu}
+PARAMETERS = [pytest.param(row, marks=NEEDS.get(row, ())) for row in ROWS]
+
+
+@pytest.mark.parametrize("row", PARAMETERS)
 def test_two_steps_are_those_of_the_twin(row: str, model: Path, tmp_path: Path) -> None:
     settings = settings_for(tmp_path, model, *ROWS[row])
     follow(recorded_trainer(settings), 2)

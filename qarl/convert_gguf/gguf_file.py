@@ -16,6 +16,9 @@ from qarl.errors import UserError
 MAGIC = b"GGUF"
 EXACT_TYPES = ("F64", "F32", "F16", "BF16")
 """Types of a GGUF file that store numbers and not multiples of a scale. Names: gguf.GGMLQuantizationType."""
+FACTORS = ("rope.scaling.factor", "rope.scale_linear")
+"""Keys of the factor by which positions are divided, after the name of the architecture. Old files have the second
+one."""
 
 
 class StoredType(NamedTuple):
@@ -95,16 +98,28 @@ class GGUFFile:
 
     def _check_rotary(self) -> None:
         """Raise UserError if the file scales its rotary embedding, which transformers' conversion would leave out."""
-        names = {tensor.name for tensor in self._reader.tensors}
-        scaling = self.get(f"{self.architecture}.rope.scaling.type")
-        factors = sorted(name for name in names if name.startswith("rope_f"))
-        if scaling in (None, "none") and not factors:
+        ignored = self._rotary_scaling()
+        if not ignored:
             return
         raise UserError(
             f"{self.path} has a scaled rotary embedding, and its conversion would have none",
-            why=f"transformers' conversion ignores {', '.join(factors) or f'rope.scaling.type={scaling}'}",
+            why=f"transformers' conversion ignores {', '.join(ignored)}",
             fix="use the original model's folder, from which the GGUF file was made",
         )
+
+    def _rotary_scaling(self) -> list[str]:
+        """Return the tensors and keys that scale the rotary embedding. Without a type, a factor is a linear scaling, as
+        llama.cpp reads it."""
+        names = {tensor.name for tensor in self._reader.tensors}
+        found = sorted(name for name in names if name.startswith("rope_f"))
+        kind = self.get(f"{self.architecture}.rope.scaling.type")
+        if kind is not None:
+            return found if kind == "none" else [*found, f"rope.scaling.type={kind}"]
+        for key in FACTORS:
+            factor = self.get(f"{self.architecture}.{key}") or 1.0
+            if factor != 1.0:
+                found.append(f"{key}={factor:g}")
+        return found
 
 
 def check_start(path: Path) -> None:

@@ -86,11 +86,11 @@ def correct_whole_tokens(tokenizer: Any, file: GGUFFile) -> list[str]:
     from tokenizers import AddedToken
 
     words = file.get("tokenizer.ggml.tokens") or []
-    types = file.get("tokenizer.ggml.token_type") or []
+    types = file.get("tokenizer.ggml.token_type") or []  # the format does not demand them
     known = tokenizer.added_tokens_decoder
     missing = [
         AddedToken(word, special=kind == CONTROL, normalized=False)
-        for number, (word, kind) in enumerate(zip(words, types, strict=True))
+        for number, (word, kind) in enumerate(zip(words, types, strict=bool(types)))
         if kind in (CONTROL, USER_DEFINED) and number not in known
     ]
     if not missing:

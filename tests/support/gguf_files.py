@@ -42,11 +42,13 @@ def write_gguf(
     tensors: Mapping[str, Any] | None = None,
     template: str | None = None,
     user_words: tuple[str, ...] = (),
+    token_types: bool = True,
 ) -> Any:
     """Write a random Llama with the tokenizer of `chat_tokenizers` to `path`, and return the Llama.
 
     kind: the type of its matrices. metadata: more or other keys. tensors: more tensors. template: another one.
-    user_words: tokens at the end of the vocabulary, of the type that llama.cpp calls user-defined."""
+    user_words: tokens at the end of the vocabulary, of the type that llama.cpp calls user-defined. token_types: whether
+    the file says of which type its tokens are."""
     import gguf
     from gguf.quants import quantize
     from transformers import AutoTokenizer
@@ -65,10 +67,12 @@ def write_gguf(
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_vocab_size(len(tokenizer) + len(user_words))
-    write_tokenizer(writer, tokenizer, template or tokenizer.chat_template, user_words)
+    write_tokenizer(
+        writer, tokenizer, template or tokenizer.chat_template, user_words, types=token_types
+    )
+    adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in values.items():
-        add = writer.add_uint32 if isinstance(value, int) else writer.add_string
-        add(key, value)
+        adders[type(value)](key, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
     stored = gguf.GGMLQuantizationType[kind]
     for name, parameter in model.state_dict().items():
@@ -88,7 +92,7 @@ def write_gguf(
 
 
 def write_tokenizer(
-    writer: Any, tokenizer: Any, template: str, user_words: tuple[str, ...]
+    writer: Any, tokenizer: Any, template: str, user_words: tuple[str, ...], *, types: bool
 ) -> None:
     """Add the keys `tokenizer.*`: special tokens have type 3, others 1. The end is 2, and no pad token is named."""
     import json
@@ -98,7 +102,8 @@ def write_tokenizer(
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list([*words, *user_words])
-    writer.add_token_types([3, 3, 3] + [1] * (len(words) - 3) + [4] * len(user_words))
+    if types:
+        writer.add_token_types([3, 3, 3] + [1] * (len(words) - 3) + [4] * len(user_words))
     writer.add_token_merges([" ".join(pair) for pair in backend["merges"]])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

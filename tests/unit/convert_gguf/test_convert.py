@@ -20,6 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qarl.checks.generation import eos_warnings, model_eos
 from qarl.convert_gguf.__main__ import main
 
+SCALING = "llama.rope.scaling"
+UNSCALED: list[dict[str, Any]] = [
+    {f"{SCALING}.type": "none", f"{SCALING}.factor": 4.0},
+    {f"{SCALING}.factor": 1.0},
+    {"llama.rope.scale_linear": 1.0},
+]
+"""llama.cpp's reading: a factor without a type is linear, and the type `none` ignores the factor."""
 LLAMA_3_END = TEMPLATE.replace(
     "{{ message['content'] }}<|im_end|>", "{{ message['content'] }}<|endoftext|>"
 )
@@ -108,6 +115,20 @@ def test_tokens_of_the_user_are_whole(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "<think>, </think> are whole tokens" in capsys.readouterr().out
 
 
+def test_a_file_without_the_types_of_its_tokens(tmp_path: Path) -> None:
+    """The format does not demand them. The special tokens that the metadata name are known all the same."""
+    write_gguf(tmp_path / "x.gguf", token_types=False)
+    assert main([str(tmp_path / "x.gguf"), str(tmp_path / "out")]) == 0
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("<|im_end|>").input_ids == [2]
+
+
+@pytest.mark.parametrize("metadata", UNSCALED, ids=str)
+def test_a_rotary_embedding_that_is_not_scaled(metadata: dict[str, Any], tmp_path: Path) -> None:
+    write_gguf(tmp_path / "x.gguf", metadata=metadata)
+    assert main([str(tmp_path / "x.gguf"), str(tmp_path / "out")]) == 0
+
+
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[0]['role'] }}"])
 def test_a_template_that_shows_no_end(template: str, tmp_path: Path) -> None:
     """The metadata's end token stands."""
@@ -118,6 +139,8 @@ def test_a_template_that_shows_no_end(template: str, tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "has a scaled rotary embedding"),
+    ({"metadata": {f"{SCALING}.factor": 4.0}}, "ignores rope.scaling.factor=4"),
+    ({"metadata": {"llama.rope.scale_linear": 2.0}}, "ignores rope.scale_linear=2"),
     ({"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, "ignores rope_freqs.weight"),
     ({"metadata": {"split.count": 3}}, "is one of 3 parts"),
     ({"metadata": {"general.architecture": "rwkv7"}}, "cannot convert a GGUF file of the family"),

@@ -61,12 +61,17 @@ def _main(argv: list[str]) -> int:
     if not argv:
         print(_help([]))
         return 2
+    write(argv)
+    return 0
+
+
+def write(argv: list[str]) -> None:
+    """Write the files that the words of a command ask for. Raise UserError if that fails."""
     source = _source(argv[0])
     common = [word for word in argv[1:] if word.partition("=")[0] in COMMON]
     request = read_request(DataRequest, common, example=_EXAMPLE)
     own = [word for word in argv[1:] if word not in common]
     _write(source, _words(own), request, argv)
-    return 0
 
 
 def _write(

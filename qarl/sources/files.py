@@ -9,20 +9,36 @@ from typing import Any
 
 from qarl.checkpoint.storage import whole_folder
 from qarl.errors import UserError
+from qarl.sources.problems import TRAIN, VALIDATION
 
 RECORD = "source.json"
 """What was asked for. A folder with this file was written by `qarl data`, which may then replace it."""
+ENDINGS = ("parquet", "jsonl")
 Rows = list[dict[str, Any]]
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UserError if `folder` has files that `qarl data` did not write."""
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).exists():
+    """Raise UserError if `folder` has files that `qarl data` did not write, because it replaces the whole folder."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    fix = "remove it yourself, or name another folder"
+    if names and RECORD not in names:
         raise UserError(
             f"will not replace {folder}, which this command did not write",
             where="out",
             why=f"it has no {RECORD}",
-            fix="remove it yourself, or name another folder",
+            fix=fix,
+        )
+    written = {
+        RECORD,
+        *(f"{split}.{ending}" for split in (TRAIN, VALIDATION) for ending in ENDINGS),
+    }
+    others = [name for name in names if name not in written]
+    if others:
+        raise UserError(
+            f"will not replace {folder}, which also has files that this command did not write",
+            where="out",
+            why=f"they would be lost: {', '.join(others[:4])}",
+            fix=f"move them away; or {fix}",
         )
 
 

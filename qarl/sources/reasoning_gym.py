@@ -96,6 +96,7 @@ def _entries(task: str, parameters: dict[str, str], seed: int) -> Iterator[str]:
         text=True,
         encoding="utf-8",
         env=os.environ | environment,
+        start_new_session=True,  # keeps Ctrl-C away from it: it is ended below
     ) as process:
         assert process.stdout is not None
         try:

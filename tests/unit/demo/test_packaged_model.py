@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from qarl.convert_gguf.convert import RECORD, digest
 from qarl.demo import packaged_model
 from qarl.errors import UserError
 from qarl.sources.files import RECORD as DATA_RECORD
+from qarl.sources.problems import Stream
 
 
 def test_without_its_packages_the_demo_names_both_commands(
@@ -33,7 +35,7 @@ def test_model_and_data_go_where_the_config_says(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(packaged_model, "require", lambda *names, **words: called.append(names))
     monkeypatch.setattr(packaged_model, "gguf_file", lambda package: Path("x.gguf"))
     monkeypatch.setattr(packaged_model, "make_model", lambda *paths: called.append(paths))
-    monkeypatch.setattr(packaged_model, "write_data", lambda words: called.append(words) or 0)
+    monkeypatch.setattr(packaged_model, "write_data", called.append)
     monkeypatch.setattr("qarl.train.main", lambda argv: called.append(argv) or 0)
     assert main(["demo", "smollm2", "trainer.total_training_steps=2"]) == 0
     source = DEMOS["smollm2"].source
@@ -85,7 +87,7 @@ def test_data_of_the_same_arguments_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[list[str]] = []
-    monkeypatch.setattr(packaged_model, "write_data", lambda words: written.append(words) or 0)
+    monkeypatch.setattr(packaged_model, "write_data", written.append)
     problems = ("reasoning_gym", "task=gcd")
     command = ["qarl", "data", *problems, f"out={tmp_path}"]
     (tmp_path / DATA_RECORD).write_text(json.dumps({"command": command}))
@@ -93,6 +95,15 @@ def test_data_of_the_same_arguments_are_left_alone(
     assert written == []
     packaged_model.make_data((*problems, "size=9"), tmp_path)
     assert written == [[*problems, "size=9", f"out={tmp_path}"]]
-    monkeypatch.setattr(packaged_model, "write_data", lambda words: 2)
-    with pytest.raises(UserError, match="the data could not be made"):
-        packaged_model.make_data(problems, tmp_path / "other")
+
+
+def test_a_data_folder_of_others_is_one_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream("gcd", "reasoning_gym", iter(()))
+    source = SimpleNamespace(read=lambda words, seed: stream)
+    monkeypatch.setattr("qarl.sources.__main__._source", lambda name: source)
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(UserError, match="will not replace"):
+        packaged_model.make_data(("reasoning_gym", "task=gcd"), tmp_path)
+    assert capsys.readouterr().err == ""

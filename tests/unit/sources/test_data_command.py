@@ -14,6 +14,7 @@ import pytest
 from qarl.data.entry_text import from_text
 from qarl.data.rows import read_rows
 from qarl.sources.__main__ import main
+from qarl.sources.reasoning_gym import _entries
 
 pytestmark = pytest.mark.usefixtures("fake_gym")
 
@@ -184,6 +185,28 @@ def test_a_folder_of_others_is_not_replaced(capsys: pytest.CaptureFixture[str]) 
     assert data("task=sums", "size=3", "out=own") == 0
     assert data("task=sums", "size=4", "out=own") == 0
     assert len(read_rows("own/train.parquet")) == 4
+
+
+def test_other_files_beside_the_data_are_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    assert data("task=sums", "size=3", "out=own") == 0
+    Path("own/test.parquet").write_text("of the user")
+    Path("own/.git").mkdir()
+    message = refused(capsys, "task=sums", "size=4", "out=own")
+    assert "will not replace own" in message
+    assert ".git, test.parquet" in message
+    assert Path("own/test.parquet").read_text() == "of the user"
+    assert len(read_rows("own/train.parquet")) == 3
+
+
+def test_ctrl_c_does_not_reach_the_process_that_draws() -> None:
+    """A terminal sends SIGINT to a whole group. The process would show a traceback beside `interrupted`."""
+    entries = _entries("sums", {}, 1)
+    next(entries)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    groups = {os.getpgid(int(child)) for child in children}
+    entries.close()
+    assert groups
+    assert os.getpgrp() not in groups
 
 
 @pytest.mark.parametrize(

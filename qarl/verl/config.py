@@ -25,7 +25,7 @@ from qarl.errors import UserError
 from qarl.lora.layers import adapted_leaves, target_linears
 from qarl.objectives import verl_functions
 from qarl.objectives.settings import SAME_IN_VERL, objective_settings
-from qarl.process import VLLM_ENVIRONMENT
+from qarl.process import VLLM_ENVIRONMENT, waiting_threads
 from qarl.progress import live
 from qarl.quant.meta_model import meta_model
 from qarl.rollout.adapter_spec import AdapterSpec
@@ -440,6 +440,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
         threads = max(1, len(os.sched_getaffinity(0)) // config.trainer.n_gpus_per_node)
     if threads:  # otherwise Ray sets it to the number of CPUs that the worker requested
         variables["OMP_NUM_THREADS"] = str(threads)
+        variables |= waiting_threads(int(threads)) if str(threads).isdecimal() else {}
     if not config.trainer.progress:
         variables[live.VARIABLE] = live.OFF
     if config.trainer.report:

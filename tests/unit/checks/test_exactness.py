@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from qarl.checks.model import level_notes
 from qarl.config.level import Level
 from qarl.doctor.model import alignment
 from qarl.kernels.cpu.attention_tiles import TILINGS, longest_exact_prompt, longest_uncut
-from qarl.process import thread_count
+from qarl.process import limit_threads, thread_count
 
 
 def tiny() -> Any:
@@ -169,3 +170,24 @@ def test_the_number_of_threads(
     monkeypatch.setenv("OMP_NUM_THREADS", environment)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
     assert thread_count(asked, processes=processes) == expected
+
+
+@pytest.mark.parametrize(
+    ("threads", "set_by_user", "policy"),
+    [
+        (2, None, "passive"),
+        (1, None, None),
+        (2, "OMP_WAIT_POLICY", "active"),
+        (2, "GOMP_SPINCOUNT", None),
+    ],
+)
+def test_several_threads_wait_asleep(
+    threads: int, set_by_user: str | None, policy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user has set how they wait."""
+    environment = {"OMP_NUM_THREADS": "3"} | ({set_by_user: "active"} if set_by_user else {})
+    monkeypatch.setattr("os.environ", environment)
+    monkeypatch.delitem(sys.modules, "torch")
+    limit_threads(threads)
+    assert environment["OMP_NUM_THREADS"] == str(threads)
+    assert environment.get("OMP_WAIT_POLICY") == policy

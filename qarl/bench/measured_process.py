@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from qarl.bench.floor import Work, floor_phases
 from qarl.bench.model import run_config
 from qarl.bench.step_arguments import Arguments, Case
 from qarl.checks.layers import FUSED_LAYERS
@@ -116,9 +117,20 @@ class StepBench:
 
     def __init__(self, arguments: Arguments, case: Case, folder: str) -> None:
         self.length = arguments.response_length
+        self.work: Work | None = None
         self.trainer = make_trainer(arguments, case, folder, engine=True)
         self.policy = self.trainer.policy
         self.engine = self.trainer.engine
+        if (
+            arguments.device == "cpu" and not case.lora_r
+        ):  # with adapters most weights have no gradient
+            self.work = Work.of(
+                self.policy.model,
+                sequences=arguments.sequences,
+                prompt=arguments.prompt_length,
+                response=arguments.response_length,
+                micro_batch=arguments.micro_batch_size,
+            )
         self.trainer.publish()
 
     def round(self) -> Phases:
@@ -132,7 +144,8 @@ class StepBench:
             raise WrongNumbers(f"responses are not {self.length} tokens long")
         _check_update(metrics)
         phases = _phases(trainer.timer)
-        return phases | {"step": seconds, "prefill": prefill, "decode": phases["rollout"] - prefill}
+        phases |= {"step": seconds, "prefill": prefill, "decode": phases["rollout"] - prefill}
+        return phases if self.work is None else phases | floor_phases(self.work)
 
     def _prefill(self) -> float:
         """Return the seconds of a step's prefill, measured by generating only one token per response."""

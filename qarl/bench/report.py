@@ -40,6 +40,9 @@ RATIOS = {
 }
 """The columns of the tables of ratios. `quantize` has no ratio, because bf16 has nothing to quantize."""
 
+FLOORS = {"rollout": "floor.rollout", "update": "floor.update", "step": "floor"}
+"""Phase -> its floor. The step's other phases have none."""
+
 
 def facts(device: torch.device) -> dict[str, Any]:
     import torch
@@ -120,6 +123,7 @@ def ratio(base: Samples, other: Samples) -> dict[str, float]:
 def step_tables(document: Document) -> str:
     """Return a line about model and machine, then tables of seconds, ratios to BF16, and tokens/s with peak memory."""
     parts = [_head(document), _seconds(document), _ratios(document), _throughput(document)]
+    parts.append(_floor(document))
     parts += [f"Not measured: {name}: {why}" for name, why in document["failures"].items()]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -230,6 +234,26 @@ def _throughput(document: Document) -> str:
 
     head = [*_label_titles(document), *titles, "peak memory, GiB"]
     return _table(document, head, row)
+
+
+def _floor(document: Document) -> str:
+    """Return the table of seconds over the floor (`qarl.bench.floor`), or nothing without one."""
+    if not any("floor" in result["phases"] for result in document["results"]):
+        return ""
+
+    def row(result: Result) -> Iterable[str]:
+        samples = _samples_of(result)
+        for phase, floor in FLOORS.items():
+            if floor not in samples:
+                yield from ("", "")
+                continue
+            over = ratio(samples[phase], samples[floor])
+            yield seconds(summary(samples[floor]))
+            yield f"{over['median']:.2f} ({over['minimum']:.2f}-{over['maximum']:.2f})"
+
+    heads = chain.from_iterable((f"floor of {phase}, s", f"{phase} / floor") for phase in FLOORS)
+    table = _table(document, [*_label_titles(document), *heads], row)
+    return f"The floor: the BF16 products of these shapes alone, in the same process:\n\n{table}"
 
 
 def _label_titles(document: Document) -> list[str]:

@@ -51,6 +51,7 @@ from qarl.rollout.publish.transaction import EngineWeights
 from qarl.rollout.publish.version import checked_version
 from qarl.rollout.publish.writers import ReloadFailed
 from qarl.rollout.requests import RolloutBatch, check_requests
+from qarl.rollout.seeded_sampling import draw_only_used_noise
 from qarl.vllm_versions import (
     check_head_dtype,
     check_release,
@@ -125,6 +126,8 @@ class RolloutEngine:
                 self.llm = LLM(
                     **engine_config.llm_arguments(self.config, statistics=self._counts_preemptions)
                 )
+            if not torch.cuda.is_available():
+                self.llm.collective_rpc(draw_only_used_noise)
             self._prepare_publish()
         except BaseException as error:
             self.close()

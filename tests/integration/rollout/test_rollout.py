@@ -58,6 +58,27 @@ def test_published_weights_survive_later_changes_of_the_trainer(engine, pristine
     assert greedy(engine) == before
 
 
+def test_seeded_requests_draw_no_other_noise(published):
+    """vLLM's own sampler on a CPU draws and overwrites noise of the global generator, too. The tokens are the same."""
+    sampling = SamplingConfig(16, temperature=1.0)
+    seeds = list(range(len(PROMPTS)))
+    before = torch.get_rng_state()
+    drawn = published.generate(PROMPTS, sampling, seeds)
+    assert torch.equal(torch.get_rng_state(), before)
+    (sampler,) = published.llm.collective_rpc(
+        lambda worker: worker.model_runner.sampler.topk_topp_sampler
+    )
+    chosen = sampler.forward
+    sampler.forward = sampler.forward_cpu
+    try:
+        again = published.generate(PROMPTS, sampling, seeds)
+    finally:
+        sampler.forward = chosen
+    assert not torch.equal(torch.get_rng_state(), before)
+    assert again.response_token_ids == drawn.response_token_ids
+    assert again.rollout_log_probs == drawn.rollout_log_probs
+
+
 def test_a_response_depends_on_its_seed_and_not_on_the_batch(published):
     sampling = SamplingConfig(16, temperature=1.0)
     seeds = list(range(100, 116))

@@ -19,6 +19,8 @@ USUAL_ROLES = ("system", "user", "assistant")
 OF_VERL = ("raw_prompt", "dummy_tensor", "index", "uid", "tools_kwargs", "interaction_kwargs")
 """Columns that verl 0.9.1 fills for its own use (`RLHFDataset.__getitem__`, the v1 trainer)."""
 SAMPLES = "__rollout_n__"
+_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+"""Variables of a chat template that hold special tokens. One token may have several roles."""
 
 
 def empty_prompts(train_prompts: PromptDataset) -> Findings:
@@ -64,7 +66,9 @@ def lost_text(tokenizer: Any, train_prompts: PromptDataset) -> Findings:
         if unknown in prompt.prompt_token_ids
         and not any(tokenizer.unk_token in message["content"] for message in prompt.messages)
     ]
-    if not lost or tokenizer.unk_token in _template(tokenizer):
+    template = _template(tokenizer)
+    roles = [role for role in _ROLES if getattr(tokenizer, role) == tokenizer.unk_token]
+    if not lost or any(word in template for word in (tokenizer.unk_token, *roles)):
         return
     yield warning(
         f"the tokenizer cannot write {len(lost)} of {len(train_prompts)} training prompts, the first in row {lost[0]}",

@@ -6,6 +6,7 @@ engine has sampled: nothing turns them into text and back.
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,15 @@ def test_text_that_the_vocabulary_cannot_write_is_a_warning(tmp_path: Path, toke
     (finding,) = lost_text(tokenizer, prompts)
     assert "cannot write 1 of 3 training prompts, the first in row 1" in str(finding)
     assert list(lost_text(tokenizer, prompts[:1])) == []
+
+
+def test_a_template_that_writes_the_unknown_token_by_another_name(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    """In GPT-2's vocabulary one token is begin, end and unknown, and templates call it by the names of its roles."""
+    other = copy.deepcopy(tokenizer)
+    other.eos_token = other.unk_token
+    other.chat_template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    prompts: Any = load(tmp_path, other, user("3 + 4"))
+    assert other.unk_token_id in prompts[0].prompt_token_ids
+    assert list(lost_text(other, prompts)) == []

@@ -53,8 +53,7 @@ SUMS = (
     "min_digits=1",
     "max_digits=1",
 )
-"""Two numbers of one digit, added or subtracted: all 200 such questions, of which 70 are held out. SmolLM2 answers a
-quarter of them right before it is trained."""
+"""Two numbers of one digit, added or subtracted: all 200 such questions, of which 70 are held out."""
 
 DEFAULT = "quickstart"
 DEMOS = {

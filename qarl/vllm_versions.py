@@ -11,7 +11,8 @@ functions below decide, the two differ so:
     Marlin's workspace     a layerwise reload assigns another tensor in 0.24; 0.29 uses the old one
     waking up              0.29 empties PyTorch's cache first, 0.24 does not
 
-W8A8 linears on CPUs return NaN after a layerwise reload in 0.29, and still do in 0.32.
+W8A8 linears on CPUs return NaN after a layerwise reload in 0.29, and still do in 0.32. The sizes that decide where
+attention on a CPU cuts a prompt (`qarl.kernels.cpu.attention_tiles`) are the same in 0.29 and 0.32.
 
 QaRL calls functions of vLLM that are not its public API. They differ between releases, so the lock files pin vLLM, and
 `tests/integration/rollout/test_vllm_versions.py` and `tests/gpu_stack/test_symbols.py` compare every use with the

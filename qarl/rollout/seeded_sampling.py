@@ -1,6 +1,6 @@
 """Sampling with a seed for each request, on a CPU: without the noise that nobody uses.
 
-vLLM draws a token as the argmax of probability / noise. On a CPU its sampler (`TopKTopPSampler.forward_cpu` in 0.29)
+vLLM draws a token as the argmax of probability / noise. On a CPU its sampler (`TopKTopPSampler.forward_cpu`)
 first draws noise for the whole batch, rows times vocabulary, and then overwrites each row that has a seed. QaRL's
 requests all have one. vLLM's `forward_native` of the same class draws only what it uses, and gives the same tokens.
 vLLM chooses between them when it makes the sampler; this chooses again. With 49,152 words the unused noise took a

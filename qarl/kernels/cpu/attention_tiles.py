@@ -14,7 +14,7 @@ A query that sees no more keys than the smallest tile of keys has a single tile,
 tile belongs to the largest tile of queries. Decode steps have one query, whose tile has room for thousands of keys, and
 are computed alike in any batch. So responses may be longer.
 
-The sizes are those of csrc/cpu/cpu_attn_impl.hpp in vLLM 0.29 and 0.32: `AttentionScheduler::calcu_default_tile_size`,
+The sizes are those of vLLM's csrc/cpu/cpu_attn_impl.hpp: `AttentionScheduler::calcu_default_tile_size`,
 `calcu_tile_size_with_constant_q`, and `AttentionMainLoop`, which calls them. The constants of an instruction set are
 those of its class `AttentionImpl` (cpu_attn_vec.hpp, cpu_attn_vec16.hpp, cpu_attn_amx.hpp).
 """

@@ -25,6 +25,7 @@ from benchmarks.proofs.harness import (
     run_config,
     timed,
 )
+from qarl.config import Config
 from qarl.config.level import Level
 
 LENGTHS = (50, 200, 1000, 4000)
@@ -130,21 +131,27 @@ def keys(kind: str, model: Path, scheme: str, length: int, level: str, prompt: i
     }
 
 
-def local_rows(settings: Row, prompt: int, lengths: list[int]) -> list[Row]:
-    """Take a short step to warm up, and a measured one of each length."""
-    import torch
-
-    from qarl.data.prompts import Prompt, PromptDataset
+def endless_trainer(config: Config, parts: Any) -> Any:
+    """Return a trainer whose responses have the longest length that the config allows."""
     from qarl.trainer.local import LocalTrainer
-    from qarl.trainer.prepare import prepare_run
 
     class Trainer(LocalTrainer):
         def generate(self, prompts: Any, sampling: Any, seeds: Any = None) -> Any:
             return super().generate(prompts, dataclasses.replace(sampling, ignore_eos=True), seeds)
 
+    return Trainer(config, parts)
+
+
+def local_rows(settings: Row, prompt: int, lengths: list[int]) -> list[Row]:
+    """Take a short step to warm up, and a measured one of each length."""
+    import torch
+
+    from qarl.data.prompts import Prompt, PromptDataset
+    from qarl.trainer.prepare import prepare_run
+
     with tempfile.TemporaryDirectory() as folder:
         config = run_config("quickstart.yaml", settings | {"output_dir": folder})
-        trainer = Trainer(config, prepare_run(config))
+        trainer = endless_trainer(config, prepare_run(config))
         draw = torch.Generator().manual_seed(0)
         rows = torch.randint(
             3, 250, (len(trainer.parts.train_prompts), prompt), generator=draw

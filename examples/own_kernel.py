@@ -15,6 +15,7 @@ from qarl.kernels.base import LinearKernel, PreparedWeight, Tensors, bf16_bytes
 from qarl.kernels.int4 import dequantize_int4
 from qarl.kernels.registry import register
 from qarl.schemes.base import INT4_BF16, Scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 
 @register
@@ -23,7 +24,7 @@ class ExactW4A16Linear(LinearKernel):
 
     name = "exact_w4a16"
     operands = INT4_BF16
-    options = ("qarl",)
+    options = (KernelChoice.QARL,)
     holds_dequantized = True
 
     @classmethod

@@ -18,11 +18,12 @@ from qarl.kernels.reference import (
     quantize_int8,
     quantize_int8_cuda,
 )
-from qarl.kernels.registry import ENGINE, kernels_of, reference_kernel
+from qarl.kernels.registry import kernels_of, reference_kernel
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
 from qarl.quant.quantize import QuantizedTensor, codes_dtype, quantize
 from qarl.schemes import Scheme, get_scheme
 from qarl.schemes.base import INT8_INT8
+from qarl.schemes.kernel_choice import KernelChoice
 
 
 class Quantizers(NamedTuple):
@@ -62,7 +63,7 @@ class Layer:
         """Yield the registry's kernels that support this layer, except float64 references on GPUs, which are slow."""
         scheme = self.quantized[name].scheme
         device = self.weight.device
-        for kernel in kernels_of(ENGINE, scheme.operands):
+        for kernel in kernels_of(KernelChoice.ENGINE, scheme.operands):
             in_float64 = kernel.reference and scheme.rounds_activations
             slow = in_float64 and self.weight.is_cuda
             if not slow and kernel.refusal(scheme, device, self.shape) is None:

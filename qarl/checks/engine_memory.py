@@ -39,7 +39,7 @@ def not_shared(size: ModelSize, config: Config) -> int:
     that vLLM packs (`qarl.rollout.publish.cpu_layers`)."""
     scheme = scheme_of(config)
     quantized = quantized_linears(size, config)
-    own_layouts = config.quant.kernels != "engine"
+    own_layouts = not config.quant.kernels.by_engine
     packed = 2 * sum(n * k for name, (n, k) in size.linears().items() if name not in quantized)
     for name, shape in quantized.items():
         if ".experts." in name and scheme.experts_repacked_on_cpus:
@@ -58,7 +58,7 @@ def repacked_expert(scheme: Scheme, shape: Shape) -> int:
 
 def own_layout(size: ModelSize, config: Config) -> int:
     """Return how many more bytes than the published tensors the engine holds because of `quant.kernels`."""
-    if config.quant.kernels == "engine":  # nothing here needs torch then
+    if config.quant.kernels.by_engine:  # nothing here needs torch then
         return 0
     from qarl.kernels.registry import own_kernel
 

@@ -19,6 +19,7 @@ from qarl.config.command_arguments import OutputFile
 from qarl.errors import UserError
 from qarl.process import cpu_fields, runs_on_cpu, vllm_missing, vllm_unusable
 from qarl.schemes import Cpu, Scheme, get_scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 GPUS = {
     "a100": (80, 79.2),
@@ -97,7 +98,7 @@ def cpu_flags() -> set[str]:
 
 def check_cpu(config: Config) -> None:
     """Raise UserError if this CPU cannot make rollouts with `quant.scheme`."""
-    if config.quant.kernels == "dequantized":  # a BF16 product, which every CPU has
+    if config.quant.kernels.dequantizes:  # a BF16 product, which every CPU has
         return
     cpu = Cpu(frozenset(cpu_flags()), tiles=torch.cpu._is_amx_tile_supported())
     refusal = get_scheme(config.quant.scheme).cpu_refusal(cpu, os.environ)
@@ -148,7 +149,7 @@ def check_no_new_trl() -> None:
         )
 
 
-def check_this_gpu(scheme: Scheme, kernels: str) -> None:
+def check_this_gpu(scheme: Scheme, kernels: KernelChoice) -> None:
     """Raise UserError if the GPU of this process is too old or too new for `scheme` (`check_capability`). Do nothing
     without a GPU."""
     if not torch.cuda.is_available():
@@ -157,7 +158,7 @@ def check_this_gpu(scheme: Scheme, kernels: str) -> None:
     check_capability(scheme, kernels, 10 * major + minor)
 
 
-def check_capability(scheme: Scheme, kernels: str, capability: int) -> None:
+def check_capability(scheme: Scheme, kernels: KernelChoice, capability: int) -> None:
     """Raise UserError if vLLM would compute another scheme on this GPU, or choose a kernel that the GPU does not run.
 
     `capability`: times ten. `kernels`: a value of `quant.kernels`."""

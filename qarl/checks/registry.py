@@ -52,7 +52,7 @@ from qarl.data.scoring import score_responses
 from qarl.errors import UserError, alternatives
 from qarl.families import ALIGNED, check_adapters, check_family, check_rows, shown_mismatch
 from qarl.kernels.cpu import layer_ops
-from qarl.kernels.registry import kernels_of
+from qarl.kernels.registry import check_experts_registered, check_registered, kernels_of
 from qarl.lora.layers import target_linears
 from qarl.metrics.tracker import check_loggers
 from qarl.process import vllm_unusable
@@ -60,6 +60,7 @@ from qarl.quant.convert import no_own_experts
 from qarl.rollout import vllm_plugin
 from qarl.rollout.engine_config import check_not_batch_invariant, eager
 from qarl.schemes import Scheme, engine_scheme_names, get_scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 
 def make_checks(config: Config, *, data: bool = True) -> RunInputs:
@@ -108,15 +109,22 @@ def check_scheme(config: Config, machine: Machine) -> None:
         check_capability(scheme, config.quant.kernels, machine.capability)
 
 
+def check_operands(config: Config) -> None:
+    """Raise UserError if no kernel multiplies the operands of `quant.scheme`, as of one from a plugin."""
+    scheme = get_scheme(config.quant.scheme)
+    if scheme.quantized:
+        check_registered(scheme, config.quant.kernels)
+
+
 def check_kernels(config: Config, machine: Machine) -> None:
     """Raise UserError if `quant.kernels` asks for kernels that do not run on `machine`."""
     scheme = get_scheme(config.quant.scheme)
     kernels = config.quant.kernels
     device = machine.device
-    if kernels == "engine":
+    if kernels.by_engine:
         return
     only_cpus = "these kernels run only on a CPU"
-    if device == "cuda" and kernels == "dequantized":
+    if device == "cuda" and kernels.dequantizes:
         raise _no_kernel(config, "GPUs", only_cpus)
     if device == "cuda" and scheme.no_gpu_kernel:
         raise _no_kernel(config, "GPUs", f"{only_cpus}; {scheme.no_gpu_kernel}")
@@ -139,7 +147,7 @@ def _no_kernel(config: Config, place: str, why: str) -> UserError:
     scheme = get_scheme(config.quant.scheme)
     what = f"quant.kernels={config.quant.kernels} does not support quant.scheme={scheme.name} on {place}"
     fix = "set quant.kernels=engine"
-    if scheme.engine_refusal("engine"):
+    if scheme.engine_refusal(KernelChoice.ENGINE):
         fix = f"set quant.scheme={alternatives(engine_scheme_names(quantized=True))}"
     return UserError(what, where="quant.kernels", why=why, fix=fix)
 
@@ -150,13 +158,15 @@ def check_experts(config: Config, machine: Machine, hf_config: Any) -> None:
         vllm_plugin.check_installed(hf_config)
     if not vllm_plugin.experts_of(hf_config):
         return
-    if config.quant.kernels != "engine":
+    if not config.quant.kernels.by_engine:
         raise no_own_experts(config.quant.kernels, f"quant.kernels with {config.model.path}")
+    scheme = get_scheme(config.quant.scheme)
+    if scheme.quantized:
+        check_experts_registered(scheme)
     if machine.on_cpu:
         if config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
             vllm_plugin.check_eager(hf_config, eager(config.rollout.enforce_eager))
         return
-    scheme = get_scheme(config.quant.scheme)
     refusal = scheme.gpu_experts_refusal(f"quant.scheme={scheme.name} with {config.model.path}")
     if config.lora.r and refusal is None:
         where = f"lora.r={config.lora.r} with {config.model.path}"
@@ -239,7 +249,7 @@ def _ignore(config: Config, scheme: Scheme, linears: layers.Shapes) -> None:
 
 
 def _engine_shapes(config: Config, scheme: Scheme, quantized: layers.Shapes) -> None:
-    if config.quant.kernels == "engine":
+    if config.quant.kernels.by_engine:
         layers.check_engine_shapes(scheme, quantized)
 
 
@@ -362,6 +372,7 @@ CHECKS = (
     Check(
         "packages", "no TRL is in verl's way", machine.check_no_new_trl, here=True, backend="verl"
     ),
+    Check("kernels", "a kernel multiplies the operands of quant.scheme", check_operands),
     Check("machine", "vLLM has quant.scheme here", check_scheme),
     Check("machine", "this CPU can run quant.scheme", machine.check_cpu, device="cpu"),
     Check(

@@ -21,6 +21,7 @@ from qarl.config.objectives import get_objective
 from qarl.config.optimizers import get_optimizer
 from qarl.config.unused_keys import STEPS, WARMUP, warmup_exceeds
 from qarl.schemes import get_scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 Values = Mapping[str, Any]
 Problems = Iterator[Problem]
@@ -198,17 +199,18 @@ def micro_batches_have_a_size(kind: str, v: Values) -> Problems:
 def kernels_have_something_to_do(v: Values) -> Problems:
     key = "quant.kernels"
     scheme = get_scheme(v["quant.scheme"])
+    kernels = KernelChoice(v[key])
     fix = "set it to engine"
-    if v[key] == "engine":
+    if kernels.by_engine:
         return
     if not scheme.quantized:
         yield bad(v, key, f"quant.scheme={scheme.name} has no quantized layers", fix)
     elif v["backend"] == "verl":
         reason = "QaRL gives its own kernels only to the engine of backend=local"
         yield bad(v, key, reason, f"{fix}, or set backend=local")
-    elif v[key] == "dequantized" and scheme.rounds_activations:
+    elif kernels.dequantizes and scheme.rounds_activations:
         reason = f"{scheme.name} rounds the activations to 8 bits, and a BF16 product would not"
-        fix = "set it to qarl" if scheme.engine_refusal("engine") else fix
+        fix = "set it to qarl" if scheme.engine_refusal(KernelChoice.ENGINE) else fix
         yield bad(v, key, reason, f"{fix}, or set quant.scheme=w4a16")
 
 

@@ -16,9 +16,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
-
-from pydantic_core import CoreSchema, core_schema
 
 COLDEST = 0.25
 """Limits are divided by the temperature, but not by less than this value. The reason is that sampling divides the
@@ -114,13 +111,6 @@ class Level(StrEnum):
 
     def __ge__(self, other: object) -> bool:
         return self.rank >= _rank(other)
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
-        """Accept the names, also in strict mode, and write a level as its name."""
-        names = core_schema.literal_schema([level.value for level in cls])
-        text = core_schema.to_string_ser_schema(when_used="always")
-        return core_schema.no_info_after_validator_function(cls, names, serialization=text)
 
 
 def _rank(level: object) -> int:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated
 
 from pydantic import Field
 
 from qarl.config.level import Level
-from qarl.config.types import OneOf, Patterns, Sane, Section, Unit
+from qarl.config.types import ByName, OneOf, Patterns, Sane, Section, Unit
 from qarl.schemes import DEFAULT_SCHEME, scheme_names
+from qarl.schemes.kernel_choice import KernelChoice
 
 SchemeName = Annotated[str, OneOf(scheme_names)]
-KernelsName = Literal["engine", "qarl", "dequantized"]
-KERNELS: tuple[str, ...] = get_args(KernelsName)
 
 
 class QuantConfig(Section):
@@ -31,13 +30,13 @@ class QuantConfig(Section):
     ignore: Patterns = ["lm_head"]
     """Modules that stay BF16: exact names, or `re:` and a regular expression matched from the start of the name."""
 
-    align: Level = Level.MODEL
+    align: Annotated[Level, ByName()] = Level.MODEL
     """How far the trainer's forward follows the engine. `off`: plain BF16, to show the mismatch. `linears`: linear
     layers multiply by the published low-bit tensors (no effect with scheme bf16). `model`: also round like the engine
     in residual additions, norms, rotary embedding and attention; on a CPU, attention is the engine's own operator.
     `exact`: the same, with a limit on the mismatch of nearly 0. On a GPU it falls back to `model`."""
 
-    kernels: KernelsName = "engine"
+    kernels: Annotated[KernelChoice, ByName()] = KernelChoice.ENGINE
     """Which linear kernels the rollouts and the trainer run. `engine`: vLLM's own. `qarl`: QaRL's batch-invariant
     kernels on both sides. On a GPU these are for w4a16, w8a8 and fp8, and on a CPU for w4a8, which vLLM cannot compute.
     `dequantized`: for w4a16 on a CPU, dequantize the weights after each publish and multiply in BF16 on both sides.

@@ -63,6 +63,16 @@ class OneOf:
         return {"enum": list(self.names()), "type": "string"}
 
 
+@dataclass(frozen=True)
+class ByName:
+    """The values of a StrEnum, as in `Annotated[Level, ByName()]`: given as text, and written as text."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        texts = core_schema.literal_schema([member.value for member in source])
+        as_text = core_schema.to_string_ser_schema(when_used="always")
+        return core_schema.no_info_after_validator_function(source, texts, serialization=as_text)
+
+
 def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 

@@ -104,7 +104,7 @@ def trainer_kernels(
     experts_kernel: Choice | None,
 ) -> Findings:
     """Say which kernels the trainer has. On a CPU vLLM uses the same one for experts. On GPUs it has its own."""
-    if config.quant.kernels == "qarl" and not machine.on_cpu and not machine.here:
+    if config.quant.kernels.own_low_bit and not machine.on_cpu and not machine.here:
         raise NotCheckedError(
             "QaRL's own kernels depend on the machine of the run", "run the doctor there too"
         )

@@ -35,6 +35,7 @@ from qarl.lora.adapter import Adapter, read_adapter
 from qarl.rollout.adapter_spec import AdapterSpec
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.schemes import UNQUANTIZED, from_quantization_config
+from qarl.schemes.kernel_choice import KernelChoice
 
 Sets = dict[str, dict[int, float]]
 """Name of a set (`data_source`) -> row -> mean score of its responses."""
@@ -203,7 +204,7 @@ def engine_of(
             "enforce_eager": config.rollout.enforce_eager,
             "head_dtype": config.model.head_dtype,
             "dtype": config.model.dtype,
-            "kernels": config.quant.kernels if quantization else "engine",
+            "kernels": config.quant.kernels if quantization else KernelChoice.ENGINE,
         }
     return EngineConfig(
         model=str(folder),

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from qarl.schemes.base import Operands, Scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -119,12 +120,12 @@ class LinearKernel(Kernel):
     rounds_like_cuda    whether activations are rounded as by vLLM on CUDA (`qarl.kernels.reference.quantize_int8_cuda`)
     input_gradient_by   the kernel whose `backward_input` this one takes, or None
 
-    Of a kernel with an option of its own (not only "engine") `prepare` returns a `PreparedWeight`, whose two tensors
-    the engine keeps as the parameters of a layer (`qarl.rollout.vllm_plugin.own_linears`).
+    Of a kernel with an option of its own (not only the engine's) `prepare` returns a `PreparedWeight`, whose two
+    tensors the engine keeps as the parameters of a layer (`qarl.rollout.vllm_plugin.own_linears`).
     """
 
     operands: ClassVar[Operands]
-    options: ClassVar[tuple[str, ...]] = ("engine",)
+    options: ClassVar[tuple[KernelChoice, ...]] = (KernelChoice.ENGINE,)
     group_sizes: ClassVar[tuple[int, ...] | None] = None
     quantize_input: ClassVar[Any] = None
     rounds_like_cuda: ClassVar[bool] = False

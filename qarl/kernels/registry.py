@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from qarl.errors import UserError
+from qarl.errors import UserError, alternatives
 from qarl.kernels import reference
 from qarl.kernels.base import ExpertsKernel, ExpertsShape, Kernel, LinearKernel
 from qarl.kernels.cpu.torch_linears import (
@@ -45,6 +45,7 @@ from qarl.kernels.cuda.vllm_linears import (
 from qarl.kernels.experts import ReferenceExperts, TritonExperts
 from qarl.kernels.triton import linears as triton
 from qarl.schemes.base import Operands, Scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 AnyKernel = TypeVar("AnyKernel", bound=type[Kernel])
 
@@ -84,9 +85,6 @@ EXPERTS_KERNELS: list[type[ExpertsKernel]] = [
 ]
 """The same for layers of experts."""
 
-ENGINE = "engine"
-"""The value of quant.kernels with which trainer and engine run the engine's kernels."""
-
 
 def register(kernel: AnyKernel) -> AnyKernel:
     """Prefer `kernel` to all others with its operands and options, and return it.
@@ -105,7 +103,7 @@ def unregister(name: str) -> None:
     EXPERTS_KERNELS[:] = [kernel for kernel in EXPERTS_KERNELS if kernel.name != name]
 
 
-def kernels_of(kernels: str, operands: Operands) -> tuple[type[LinearKernel], ...]:
+def kernels_of(kernels: KernelChoice, operands: Operands) -> tuple[type[LinearKernel], ...]:
     """Return the kernels that `kernels`, a value of quant.kernels, may choose, in order of preference."""
     return tuple(
         kernel
@@ -116,12 +114,12 @@ def kernels_of(kernels: str, operands: Operands) -> tuple[type[LinearKernel], ..
 
 def reference_kernel(operands: Operands) -> type[LinearKernel]:
     """Return the kernel that any machine has."""
-    return next(kernel for kernel in kernels_of(ENGINE, operands) if kernel.reference)
+    return next(kernel for kernel in kernels_of(KernelChoice.ENGINE, operands) if kernel.reference)
 
 
-def own_kernel(kernels: str, operands: Operands) -> type[LinearKernel] | None:
-    """Return the kernel that trainer and engine both run if `kernels`, a value of quant.kernels, is not "engine"."""
-    if kernels == ENGINE:
+def own_kernel(kernels: KernelChoice, operands: Operands) -> type[LinearKernel] | None:
+    """Return the kernel that trainer and engine both run if `kernels` is not the engine's own."""
+    if kernels.by_engine:
         return None
     return next(iter(kernels_of(kernels, operands)), None)
 
@@ -129,6 +127,42 @@ def own_kernel(kernels: str, operands: Operands) -> type[LinearKernel] | None:
 def experts_kernels_of(operands: Operands) -> tuple[type[ExpertsKernel], ...]:
     """Return the kernels of experts with these operands, in order of preference."""
     return tuple(kernel for kernel in EXPERTS_KERNELS if operands in kernel.operands)
+
+
+def check_registered(scheme: Scheme, kernels: KernelChoice) -> None:
+    """Raise UserError if no kernel of linears that `kernels` may choose has the operands of `scheme`, whatever the
+    machine."""
+    operands = scheme.operands
+    if kernels_of(kernels, operands):
+        return
+    others = [choice for choice in KernelChoice if kernels_of(choice, operands)]
+    fix = f"set quant.kernels={alternatives(others)}" if others else _REGISTER
+    known = {kernel.operands for kernel in LINEAR_KERNELS}
+    raise _not_registered(scheme, f"of quant.kernels={kernels} ", known, fix)
+
+
+def check_experts_registered(scheme: Scheme) -> None:
+    """Raise UserError if no kernel of experts has the operands of `scheme`, whatever the machine."""
+    if not experts_kernels_of(scheme.operands):
+        known = {operands for kernel in EXPERTS_KERNELS for operands in kernel.operands}
+        fix = f"choose another quant.scheme or a dense model; or {_REGISTER}"
+        raise _not_registered(scheme, "of experts ", known, fix)
+
+
+_REGISTER = (
+    "register a kernel with these operands in the scheme's file, as examples/own_kernel.py does "
+    "(qarl.kernels.registry.register)"
+)
+
+
+def _not_registered(scheme: Scheme, which: str, known: set[Operands], fix: str) -> UserError:
+    weights, activations = scheme.operands
+    return UserError(
+        f"no kernel {which}multiplies {weights} weights by {activations} activations",
+        where=f"quant.scheme={scheme.name}",
+        why="kernels multiply " + ", ".join(f"{w} by {a}" for w, a in sorted(known)),
+        fix=fix,
+    )
 
 
 @dataclass(frozen=True)
@@ -166,7 +200,7 @@ def first_available(
     raise UserError(
         refusal,
         why="; ".join(passed_over)
-        or f"kernels for {served}: {', '.join(k.name for k in kernels) or 'none'}",
+        or f"kernels for {served}: {', '.join(kernel.name for kernel in kernels)}",
         fix="choose another kernel" if force else "choose another quant.scheme or device",
     )
 
@@ -177,15 +211,16 @@ def choose_linear_kernel(
     shape: tuple[int, int],
     *,
     force: str | None = None,
-    kernels: str = ENGINE,
+    kernels: KernelChoice = KernelChoice.ENGINE,
 ) -> Choice:
     """Return the first kernel in order of preference that multiplies weights [N, K] of `scheme` on `device`.
 
     `force`: name of the only kernel to try. `kernels`: a value of quant.kernels. If there is no such kernel, raise
     UserError with the reason for each kernel.
     """
+    check_registered(scheme, kernels)
     action = f"kernel {force!r} cannot multiply" if force else "no kernel can multiply"
-    if kernels != ENGINE:
+    if not kernels.by_engine:
         action = f"no kernel of quant.kernels={kernels} can multiply"
     return first_available(
         kernels_of(kernels, scheme.operands),
@@ -203,6 +238,7 @@ def choose_experts_kernel(
 
     `force`: name of the only kernel to try.
     """
+    check_experts_registered(scheme)
     return first_available(
         experts_kernels_of(scheme.operands),
         lambda kernel: kernel.unavailable(scheme, device, shape),

@@ -24,6 +24,7 @@ from qarl.errors import UserError, alternatives
 from qarl.quant.experts import STACKS, QuantExperts, matrices, stacked_experts
 from qarl.quant.linear import QuantLinear
 from qarl.schemes import DEFAULT_SCHEME, Scheme, engine_scheme_names, get_scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 DEFAULT_IGNORE = ("lm_head",)
 
@@ -41,13 +42,13 @@ class QuantReport:
     skipped: dict[str, str]
     unmatched_ignore: tuple[str, ...]
     experts: dict[str, str] = field(default_factory=dict)
-    kernels: str = "engine"
+    kernels: KernelChoice = KernelChoice.ENGINE
 
     def __str__(self) -> str:
         experts = f" and the experts of {len(self.experts)} layers" if self.experts else ""
         name = (
             self.scheme.name
-            if self.kernels == "engine"
+            if self.kernels.by_engine
             else f"{self.scheme.name}, quant.kernels={self.kernels}"
         )
         lines = [f"{name}: {len(self.quantized)} linears{experts} quantized"]
@@ -150,7 +151,7 @@ def quantize_model(
     scheme: str | Scheme = DEFAULT_SCHEME,
     group_size: int = 128,
     ignore: Sequence[str] = DEFAULT_IGNORE,
-    kernels: str = "engine",
+    kernels: KernelChoice = KernelChoice.ENGINE,
     device: torch.device | None = None,
 ) -> QuantReport:
     """Quantize `model` in place: replace linears with `QuantLinear` and experts with `QuantExperts`.
@@ -193,11 +194,11 @@ def replace_selected(
     experts_class: type[QuantExperts],
     *,
     device: torch.device | None = None,
-    kernels: str = "engine",
+    kernels: KernelChoice = KernelChoice.ENGINE,
 ) -> QuantReport:
     """Replace each linear of `selected` with a `linear_class`, and each module of experts with an `experts_class`.
 
-    Raise UserError for experts if `kernels` is not "engine"."""
+    Raise UserError for experts if `kernels` is not the engine's."""
     linears: dict[str, str] = {}
     experts: dict[str, str] = {}
     for name, module in owners(selected).items():
@@ -207,7 +208,7 @@ def replace_selected(
             )
             model.set_submodule(name, linear)
             linears[name] = linear.choice.reason
-        elif kernels != "engine":
+        elif not kernels.by_engine:
             raise no_own_experts(kernels, name)
         else:
             layer = experts_class(module, scheme, qualified_name=name, device=device)
@@ -219,7 +220,7 @@ def replace_selected(
     return QuantReport(scheme, linears, skipped, unmatched, experts, kernels)
 
 
-def no_own_experts(kernels: str, where: str) -> UserError:
+def no_own_experts(kernels: KernelChoice, where: str) -> UserError:
     """Return the error for a mixture of experts at `quant.kernels=kernels`."""
     schemes = alternatives(engine_scheme_names(quantized=True))
     return UserError(
@@ -258,7 +259,11 @@ def invalidate_quantized(model: nn.Module) -> None:
 
 @contextmanager
 def published_forward(
-    model: nn.Module, scheme: Scheme, ignore: Sequence[str], *, kernels: str = "engine"
+    model: nn.Module,
+    scheme: Scheme,
+    ignore: Sequence[str],
+    *,
+    kernels: KernelChoice = KernelChoice.ENGINE,
 ) -> Iterator[None]:
     """Let the linears and experts that `scheme` quantizes multiply by low-bit tensors, in forwards without gradients.
 

@@ -29,6 +29,7 @@ from qarl.kernels.base import Tensors, from_layout, to_layout
 from qarl.kernels.registry import Choice, choose_linear_kernel
 from qarl.quant.quantize import QuantizedTensor, phase, quantize
 from qarl.schemes import Scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 
 @cache
@@ -269,7 +270,7 @@ class QuantLinear(QuantLayer, nn.Linear):
         *,
         qualified_name: str,
         kernel: str | None = None,
-        kernels: str = "engine",
+        kernels: KernelChoice = KernelChoice.ENGINE,
         device: torch.device | None = None,
     ) -> None:
         """Take over the parameters of `linear` without a copy.

@@ -9,6 +9,7 @@ from qarl.process import configure_vllm_process
 from qarl.rollout.kernel_request import KernelRequest, engine_arguments, kernel_request
 from qarl.rollout.vllm_plugin import check_linears_loaded
 from qarl.schemes import Scheme
+from qarl.schemes.kernel_choice import KernelChoice
 from qarl.vllm_versions import check_release
 
 
@@ -28,7 +29,10 @@ def _require_vllm() -> None:
 
 
 def chosen_kernel(
-    scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int, int], kernels: str = "engine"
+    scheme: Scheme,
+    shape: tuple[int, int],
+    full_shape: tuple[int, int],
+    kernels: KernelChoice = KernelChoice.ENGINE,
 ) -> str:
     """Return the name of the kernel class that vLLM uses on this machine for a weight.
 

@@ -145,7 +145,7 @@ class RolloutEngine:
             dtype=dtype,
         )
         check_same_layers(self.model(), self.expected)
-        if self.config.kernels != "engine":
+        if not self.config.kernels.by_engine:
             from qarl.rollout.vllm_plugin.own_linears import check_in_use
 
             check_in_use(self.model(), kernel_request(self.config.kernels, self.config.scheme.name))

@@ -36,6 +36,7 @@ from qarl.process import configure_vllm_process
 from qarl.rollout.adapter_spec import AdapterSpec
 from qarl.rollout.kernel_request import engine_arguments, kernel_request
 from qarl.schemes import Scheme
+from qarl.schemes.kernel_choice import KernelChoice
 from qarl.vllm_versions import FP32_HEAD, import_flashinfer, is_refusal
 
 
@@ -67,7 +68,7 @@ class EngineConfig:
     head_dtype: str = "model"
     dtype: str = "bf16"
     aligned: bool = False
-    kernels: str = "engine"
+    kernels: KernelChoice = KernelChoice.ENGINE
     adapters: AdapterSpec | None = None
     enable_prefix_caching: bool | None = None
 
@@ -232,12 +233,14 @@ GRAPHS: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_mode": "F
 """vLLM's arguments for CUDA graphs of decode steps without compilation (mode 0). Both supported releases have them."""
 
 
-def graph_arguments(scheme: Scheme, *, aligned: bool, kernels: str = "engine") -> dict[str, Any]:
+def graph_arguments(
+    scheme: Scheme, *, aligned: bool, kernels: KernelChoice = KernelChoice.ENGINE
+) -> dict[str, Any]:
     """Return vLLM's arguments for CUDA graphs. `aligned`: whether the trainer follows the engine's operators (levels
     `model` and `exact`). `kernels`: a value of `quant.kernels`; the compiler does not know QaRL's own."""
     if aligned:
         return ENGINE_ARGUMENTS
-    return GRAPHS if scheme.input_activations is not None or kernels != "engine" else {}
+    return GRAPHS if scheme.input_activations is not None or not kernels.by_engine else {}
 
 
 _BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"

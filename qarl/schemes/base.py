@@ -15,6 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from qarl.errors import UserError
+from qarl.schemes.kernel_choice import KernelChoice
 from qarl.schemes.plan_terms import PlanTerms
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ FP8_FP8 = Operands("float8", "float8")
 class Grid:
     """How weights that share a scale become codes (`qarl.quant.quantize`).
 
-    The scale is absmax / `half_range`. A code is weight / scale, clamped to `lowest`..`highest` and rounded.
+    The scale is absmax / `half_range`, unless `Scheme.scales` has another rule. A code is weight / scale, clamped to
+    `lowest`..`highest` and rounded.
     """
 
     half_range: float
@@ -197,6 +199,14 @@ class Scheme:
         shape = f"{name} has shape [{out_features}, {in_features}]"
         return f"{shape}: {in_features} input features are not a multiple of group_size {group}"
 
+    def scales(self, groups: Any) -> Any:
+        """Return the scale of each group by a rule of the scheme's own, or None: absmax / the grid's `half_range`.
+
+        `groups`: a tensor of weights [N, K/g, g]. The scales have its dtype and the shape [N, K/g], and a scale of 0
+        becomes the dtype's eps. The rule must look at one group at a time, because a rank may have only some rows, and
+        it may not change `groups`. On GPUs the PyTorch quantizer runs."""
+        return None
+
     def wire_specs(self, out_features: int, in_features: int) -> dict[str, WireSpec]:
         """Return each wire tensor that represents a BF16 [out_features, in_features] weight."""
         return {"weight": WireSpec("bfloat16", (out_features, in_features))}
@@ -205,7 +215,7 @@ class Scheme:
         """Return the bytes of the wire tensors of an [out_features, in_features] weight."""
         return sum(spec.nbytes for spec in self.wire_specs(out_features, in_features).values())
 
-    def engine_refusal(self, kernels: str) -> UserError | None:
+    def engine_refusal(self, kernels: KernelChoice) -> UserError | None:
         """Return an error if the engine would compute another scheme. `kernels`: a value of quant.kernels."""
         return None
 
@@ -226,7 +236,7 @@ class Scheme:
         )
 
     def gpu_refusal(
-        self, capability: int, kernels: str, disabled_kernels: Collection[str]
+        self, capability: int, kernels: KernelChoice, disabled_kernels: Collection[str]
     ) -> UserError | None:
         """Return an error if vLLM would compute another scheme on a GPU, or choose a kernel that does not run there.
 

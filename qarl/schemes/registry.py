@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from qarl.errors import UserError
 from qarl.schemes.base import Scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 _S = TypeVar("_S", bound=Scheme)
 _SCHEMES: dict[str, type[Scheme]] = {}
@@ -45,7 +46,8 @@ def engine_scheme_names(*, quantized: bool = False) -> tuple[str, ...]:
     return tuple(
         scheme.name
         for scheme in schemes
-        if scheme.engine_refusal("engine") is None and (scheme.quantized or not quantized)
+        if scheme.engine_refusal(KernelChoice.ENGINE) is None
+        and (scheme.quantized or not quantized)
     )
 
 

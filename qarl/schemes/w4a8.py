@@ -10,6 +10,7 @@ from qarl.errors import UserError
 from qarl.schemes.base import QuantArgs
 from qarl.schemes.eight_bits import per_token
 from qarl.schemes.int4_groups import Int4Groups
+from qarl.schemes.kernel_choice import KernelChoice
 from qarl.schemes.registry import register
 
 
@@ -32,8 +33,8 @@ class W4A8(Int4Groups):
         "GPU of capability 9.0, and refuses it on other GPUs"
     )
 
-    def engine_refusal(self, kernels: str) -> UserError | None:
-        if kernels == "qarl":
+    def engine_refusal(self, kernels: KernelChoice) -> UserError | None:
+        if kernels.own_low_bit:
             return None
         on_cpus = "from such a checkpoint vLLM computes W4A16 on CPUs, without a warning"
         return UserError(

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from qarl.errors import UserError
 from qarl.schemes.base import Grid
 from qarl.schemes.eight_bits import BACKWARD, EightBits
+from qarl.schemes.kernel_choice import KernelChoice
 from qarl.schemes.plan_terms import BeyondProducts, PlanTerms
 from qarl.schemes.registry import register
 
@@ -41,12 +42,12 @@ class W8A8(EightBits):
     )
 
     def gpu_refusal(
-        self, capability: int, kernels: str, disabled_kernels: Collection[str]
+        self, capability: int, kernels: KernelChoice, disabled_kernels: Collection[str]
     ) -> UserError | None:
         """Also refuse GPUs after 9.0. vLLM chooses CUTLASS on any GPU from 8.0 on, but its int8 products end with 9.0
         (vLLM's csrc/libtorch_stable/quantization/w8a8/cutlass/scaled_mm_c3x_sm100.cu and _sm120.cu)."""
         refusal = super().gpu_refusal(capability, kernels, disabled_kernels)
-        cutlass = kernels == "engine" and _CUTLASS not in disabled_kernels
+        cutlass = kernels.by_engine and _CUTLASS not in disabled_kernels
         if refusal or not cutlass or capability < 100:
             return refusal
         return UserError(

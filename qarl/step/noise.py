@@ -23,6 +23,7 @@ from qarl.config.level import Level
 from qarl.metrics.mismatch_limit import check_noise, times_noise
 from qarl.quant.convert import published_forward
 from qarl.schemes import Scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 RESPONSES = 16
 """Number of responses that a comparison takes, at most."""
@@ -48,7 +49,7 @@ class TrainedModel:
     ignore: tuple[str, ...]
     align: Level
     limit_level: Level
-    kernels: str = "engine"
+    kernels: KernelChoice = KernelChoice.ENGINE
     can_be_aligned: bool = True
     dtype: torch.dtype | None = None
 

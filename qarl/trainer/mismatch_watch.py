@@ -67,7 +67,7 @@ def watch(
     ):
         known = known_routing(batch.routed_experts).any(-1) & batch.routing_compared[:, None]
         watched["mismatch/other_experts_frac"] = float(batch.other_experts[known].float().mean())
-    if config.quant.kernels == "dequantized":
+    if config.quant.kernels.dequantizes:
         watched["publish/dequantized"] = 1.0
     if metrics["rollout/preemptions"]:
         key = "gpu_memory_utilization" if policy.device.type == "cuda" else "cpu_kvcache_space_gib"

@@ -33,6 +33,7 @@ from qarl.quant.experts import stacked_experts
 from qarl.quant.meta_model import TORCH_DTYPES, check_buffers, default_dtype_kept
 from qarl.quant.state_dict import packed_state_dict, prepared_codes
 from qarl.schemes import Scheme, get_scheme
+from qarl.schemes.kernel_choice import KernelChoice
 from qarl.step.noise import TrainedModel
 from qarl.step.routing import RoutingReplay
 from qarl.trainer.batch import TOKEN_MULTIPLE, Batch, Layout, Rows, lay_out, micro_batches
@@ -107,7 +108,7 @@ class Policy:
         router_replay: str = "auto",
         packed: bool = True,
         head_dtype: str = "model",
-        kernels: str = "engine",
+        kernels: KernelChoice = KernelChoice.ENGINE,
         eager: bool = False,
         adapters: Callable[..., Adapters] | None = None,
         device: torch.device | None = None,

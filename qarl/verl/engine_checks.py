@@ -13,6 +13,7 @@ from verl.utils.device import get_device_name
 from qarl.errors import UserError
 from qarl.rollout.vllm_plugin import experts_of
 from qarl.schemes import Scheme, get_scheme
+from qarl.schemes.kernel_choice import KernelChoice
 from qarl.verl.config_classes import QuantFSDPEngineConfig, QuantSettings, as_dict
 from qarl.verl.keys import (
     ACTOR,
@@ -45,7 +46,7 @@ def engine_errors(model: Any, engine: Any) -> list[UserError]:
             from qarl.checks.machine import check_this_gpu
 
             scheme = get_scheme(engine.quant.scheme)
-            attempt(lambda: check_this_gpu(scheme, "engine"), errors)
+            attempt(lambda: check_this_gpu(scheme, KernelChoice.ENGINE), errors)
             errors += _refused_experts(model, engine, scheme)
         conflicts += _quantized_conflicts(engine)
         conflicts += _adapter_conflicts(model, engine)

@@ -10,6 +10,7 @@ import torch
 
 from qarl.kernels import grouped
 from qarl.kernels.int4 import dequantize_int4
+from qarl.schemes.kernel_choice import KernelChoice
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu), *(["cpu"] if INTERPRETED else [])]
@@ -162,7 +163,7 @@ def test_own_kernels_of_few_and_many_rows(scheme: str) -> None:
     from qarl.quant import get_scheme, quantize
 
     device, n, k = torch.device("cuda", 0), 512, 4096
-    kernel = own_kernel("qarl", get_scheme(scheme).operands)
+    kernel = own_kernel(KernelChoice.QARL, get_scheme(scheme).operands)
     assert kernel is not None
     if why_not := kernel.unavailable(device, (n, k)):
         pytest.skip(why_not)

@@ -38,6 +38,7 @@ from qarl.rollout.publish.transaction import EngineWeights
 from qarl.rollout.remote.receive import StreamReceiver
 from qarl.rollout.remote.wire import encode_publish
 from qarl.schemes import get_scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 required()
 
@@ -116,9 +117,9 @@ def publish(receiver: StreamReceiver, tensors: dict[str, torch.Tensor], version:
 @pytest.mark.parametrize(
     ("model_name", "scheme_name", "group_size", "capability", "kernels", "direct"),
     [
-        *((*case, "engine", True) for case in CASES),
-        *((*case, "engine", False) for case in RELOADED),
-        *((*case, "qarl", True) for case in OWN),
+        *((*case, KernelChoice.ENGINE, True) for case in CASES),
+        *((*case, KernelChoice.ENGINE, False) for case in RELOADED),
+        *((*case, KernelChoice.QARL, True) for case in OWN),
     ],
     ids=str,
 )
@@ -130,7 +131,7 @@ def test_a_publish_is_a_fresh_load_at_the_old_addresses(
     scheme_name: str,
     group_size: int,
     capability: tuple[int, int],
-    kernels: str,
+    kernels: KernelChoice,
     direct: bool,
 ) -> None:
     pretend(monkeypatch, capability)

@@ -11,6 +11,7 @@ from qarl.config import Config, load_config
 from qarl.quant import Scheme, get_scheme, quantize_model
 from qarl.quant.convert import DEFAULT_IGNORE
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
+from qarl.schemes.kernel_choice import KernelChoice
 
 SCHEME = get_scheme("w4a16", group_size=32)
 PROMPTS = [[3 + i % 7, 5, 8 + i % 11, 4] for i in range(16)]
@@ -21,7 +22,7 @@ def load_model(
     *,
     noise_seed: int | None = None,
     scheme: Scheme = SCHEME,
-    kernels: str = "engine",
+    kernels: KernelChoice = KernelChoice.ENGINE,
     ignore: tuple[str, ...] = DEFAULT_IGNORE,
 ) -> Any:
     from transformers import AutoModelForCausalLM

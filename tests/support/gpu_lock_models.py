@@ -25,6 +25,7 @@ from qarl.quant.meta_model import default_dtype_kept
 from qarl.rollout.kernel_request import REQUEST_KEY
 from qarl.rollout.vllm_plugin import check_linears_loaded
 from qarl.schemes import Scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 CPU = torch.device("cpu")
 
@@ -56,7 +57,7 @@ def engine_config(folder: Path, scheme: Scheme, ignore: tuple[str, ...], **argum
 
     from qarl.rollout.engine_config import EngineConfig, llm_arguments
 
-    check_linears_loaded(arguments.get("kernels", "engine"))
+    check_linears_loaded(arguments.get("kernels", KernelChoice.ENGINE))
     engine_arguments = llm_arguments(
         EngineConfig(str(folder), scheme, ignore, max_model_len=256, **arguments)
     )

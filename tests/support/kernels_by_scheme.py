@@ -5,13 +5,14 @@ from __future__ import annotations
 from qarl.kernels.base import ExpertsKernel, LinearKernel
 from qarl.kernels.registry import experts_kernels_of, kernels_of
 from qarl.schemes import get_scheme, scheme_names
+from qarl.schemes.kernel_choice import KernelChoice
 
 _QUANTIZED = [name for name in scheme_names() if get_scheme(name).quantized]
 
 
 def linear_kernels(scheme: str) -> tuple[type[LinearKernel], ...]:
     """Return the kernels that quant.kernels=engine may choose for linears of the scheme with this name."""
-    return kernels_of("engine", get_scheme(scheme).operands)
+    return kernels_of(KernelChoice.ENGINE, get_scheme(scheme).operands)
 
 
 def experts_kernels(scheme: str) -> tuple[type[ExpertsKernel], ...]:

@@ -37,6 +37,7 @@ from qarl.kernels.base import LinearKernel, PreparedWeight, bf16_bytes, eight_bi
 from qarl.kernels.int4 import dequantize_int4, unpack_int4
 from qarl.kernels.reference import FP8, quantize_fp8, quantize_int8
 from qarl.schemes.base import FP8_FP8, INT4_BF16, INT4_INT8, INT8_INT8, Scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 ROWS_AT_A_TIME = 256
 """Rows scaled at a time, while their FP32 products are cached. At 4096 rows this saves a third of the time."""
@@ -216,7 +217,7 @@ class CpuW4A8Linear(LinearKernel):
     """W4A8 with `torch._int_mm`, one product per group."""
 
     operands = INT4_INT8
-    options = ("engine", "qarl")
+    options = (KernelChoice.ENGINE, KernelChoice.QARL)
     name = "qarl_cpu_w4a8"
     quantize_input = staticmethod(quantize_int8)
 
@@ -264,7 +265,7 @@ class DequantizedW4A16Linear(LinearKernel):
     """W4A16 weights, multiplied in BF16. This is no low-bit product: it is for debugging and for small machines."""
 
     operands = INT4_BF16
-    options = ("dequantized",)
+    options = (KernelChoice.DEQUANTIZED,)
     holds_dequantized = True
     name = "dequantized"
 

@@ -17,6 +17,7 @@ import torch
 
 from qarl.kernels.base import LinearKernel, PreparedWeight, capability, has_gpu, is_gpu
 from qarl.schemes.base import FP8_FP8, INT4_BF16, INT8_INT8, Operands
+from qarl.schemes.kernel_choice import KernelChoice
 
 LEAST_CAPABILITY = (8, 0)
 """The lowest CUDA capability whose tensor cores have the instructions that Triton 3.6 emits."""
@@ -136,7 +137,7 @@ class TritonInvariantW4A16Linear(TritonW4A16Linear):
     """Use one tile and one order of summation for any number of rows. Chosen by quant.kernels=qarl."""
 
     name = "triton_batch_invariant"
-    options = ("engine", "qarl")
+    options = (KernelChoice.ENGINE, KernelChoice.QARL)
     batch_invariant = True
 
 
@@ -144,7 +145,7 @@ class TritonInvariantW8A8Linear(TritonW8A8Linear):
     """Like TritonInvariantW4A16Linear, but cuBLAS computes dX, so its sums may depend on the number of rows."""
 
     name = "triton_batch_invariant"
-    options = ("engine", "qarl")
+    options = (KernelChoice.ENGINE, KernelChoice.QARL)
     batch_invariant = True
 
 
@@ -152,5 +153,5 @@ class TritonInvariantFP8Linear(TritonFP8Linear):
     """Like TritonInvariantW8A8Linear, for FP8."""
 
     name = "triton_batch_invariant"
-    options = ("engine", "qarl")
+    options = (KernelChoice.ENGINE, KernelChoice.QARL)
     batch_invariant = True

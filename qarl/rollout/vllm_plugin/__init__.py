@@ -29,6 +29,7 @@ from typing import Any
 
 from qarl.errors import UserError
 from qarl.plugins import load_plugins_of_parent
+from qarl.schemes.kernel_choice import KernelChoice
 from qarl.vllm_versions import transfer_factories
 
 ENTRY_POINT = "qarl"
@@ -67,9 +68,9 @@ def register() -> None:
             )
 
 
-def check_linears_loaded(kernels: str) -> None:
+def check_linears_loaded(kernels: KernelChoice) -> None:
     """Raise UserError if `quant.kernels` asks for QaRL's own kernels and they are not registered in this process."""
-    if kernels != "engine" and _loaded("own_linears") is not None:
+    if not kernels.by_engine and _loaded("own_linears") is not None:
         raise _error(
             "own_linears", "vLLM runs without QaRL's linear kernels", f"quant.kernels={kernels}, "
         )

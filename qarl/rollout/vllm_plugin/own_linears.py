@@ -50,7 +50,7 @@ def requested() -> KernelRequest | None:
     config = get_current_vllm_config_or_none()
     additional = config.additional_config if config is not None else None
     return (
-        KernelRequest(*additional[REQUEST_KEY])
+        KernelRequest.of(*additional[REQUEST_KEY])
         if isinstance(additional, Mapping) and REQUEST_KEY in additional
         else None
     )
@@ -78,7 +78,7 @@ def _linear(
     channels: int,
 ) -> torch.Tensor:
     """x BF16 [M, K] -> BF16 [M, channels], by the kernel of a request (`kernels`, `scheme`)."""
-    kernel = _asked_kernel(KernelRequest(kernels, scheme))
+    kernel = _asked_kernel(KernelRequest.of(kernels, scheme))
     y: torch.Tensor = kernel.linear(x, PreparedWeight(weight, scale), bias)
     return y
 
@@ -137,7 +137,8 @@ class _Own:
         channels: int,
     ) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        y = torch.ops.qarl.linear(rows, weight, scale, bias, *self.request, channels)
+        request = (self.request.kernels.value, self.request.scheme)
+        y = torch.ops.qarl.linear(rows, weight, scale, bias, *request, channels)
         return y.view(*x.shape[:-1], channels)
 
 

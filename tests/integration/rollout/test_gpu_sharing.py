@@ -20,6 +20,7 @@ from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutEngine, Sampl
 from qarl.rollout.engine_config import check_free_memory, llm_arguments
 from qarl.rollout.recovery import RecoveringEngine
 from qarl.schemes import get_scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 
 @pytest.fixture
@@ -272,7 +273,7 @@ def test_a_closed_engine_frees_the_memory_pools_of_sleep_mode(
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("kernels", ["engine", "qarl"])
+@pytest.mark.parametrize("kernels", [KernelChoice.ENGINE, KernelChoice.QARL])
 @pytest.mark.parametrize(("asked", "graphs"), [(None, True), (False, True), (True, False)])
 def test_what_is_captured_and_compiled_on_a_gpu(
     scheme: str, aligned: bool, kernels: str, asked: bool | None, graphs: bool, gpu: None
@@ -283,7 +284,7 @@ def test_what_is_captured_and_compiled_on_a_gpu(
     )
     arguments = llm_arguments(settings)
     assert arguments["enforce_eager"] is not graphs and arguments["enable_sleep_mode"] is True
-    vllms_default = not aligned and scheme in ("bf16", "w4a16") and kernels == "engine"
+    vllms_default = not aligned and scheme in ("bf16", "w4a16") and kernels.by_engine
     wanted = (
         {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if graphs and not vllms_default else None
     )

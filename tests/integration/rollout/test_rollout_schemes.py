@@ -24,6 +24,7 @@ from qarl.errors import UserError
 from qarl.quant import QuantLinear, Scheme, get_scheme, packed_state_dict
 from qarl.quant.state_dict import prepared_codes
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
+from qarl.schemes.kernel_choice import KernelChoice
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 
@@ -40,7 +41,7 @@ CASES = [pytest.param(("bf16", "engine"), marks=pytest.mark.slow), *ENGINE_KERNE
 
 class Running(NamedTuple):
     scheme: Scheme
-    kernels: str
+    kernels: KernelChoice
     folder: Path
     engine: RolloutEngine
 
@@ -72,12 +73,12 @@ def running(
         ("lm_head",),
         max_model_len=64,
         kv_cache_gib=0.25,
-        kernels=kernels,
+        kernels=KernelChoice(kernels),
     )
     before = os.environ.get("VLLM_DISABLED_KERNELS")
     with RolloutEngine(config) as engine:
         assert os.environ.get("VLLM_DISABLED_KERNELS") == before
-        yield Running(scheme, kernels, folder, engine)
+        yield Running(scheme, config.kernels, folder, engine)
 
 
 def test_the_trainers_layers_equal_the_engines_bit_for_bit(running: Running) -> None:
@@ -118,7 +119,7 @@ def test_what_the_trainers_kernel_has_prepared_is_not_converted_again(running: R
     model = running.load_model(noise_seed=1)
     tensors = list(packed_state_dict(model))
     codes = prepared_codes(model)
-    assert bool(codes) is (running.scheme.name == "w4a16" and running.kernels == "engine")
+    assert bool(codes) is (running.scheme.name == "w4a16" and running.kernels.by_engine)
     running.engine.publish(tensors, version=1)
     converted = parameters_of(running.engine)
     running.engine.publish(packed_state_dict(running.load_model(noise_seed=2)), version=2)
@@ -174,7 +175,7 @@ def test_a_freshly_started_vllm_on_the_saved_checkpoint(running: Running, tmp_pa
         greedy(running.engine),
         greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64),
     )
-    if running.kernels == "engine":
+    if running.kernels.by_engine:
         assert fresh == ours
         return
     first = [[row[0] for row in log_probs] for _, log_probs in (ours, fresh)]
@@ -183,7 +184,7 @@ def test_a_freshly_started_vllm_on_the_saved_checkpoint(running: Running, tmp_pa
 
 
 def test_vllm_keeps_its_own_kernels_for_other_engines(running: Running) -> None:
-    if running.kernels == "engine":
+    if running.kernels.by_engine:
         pytest.skip("vLLM's own kernels")
     from vllm.config import VllmConfig, set_current_vllm_config
 
@@ -214,7 +215,7 @@ def test_an_engine_without_the_plugin_is_refused(
         get_scheme("w4a8", group_size=32),
         ("lm_head",),
         max_model_len=64,
-        kernels="qarl",
+        kernels=KernelChoice.QARL,
     )
     with pytest.raises(
         UserError, match=r"(?s)without QaRL's linear kernels.*no register_linear_kernel"

@@ -18,6 +18,7 @@ from qarl.rollout.chosen_kernel import chosen_kernel
 from qarl.rollout.engine import EngineConfig, RolloutEngine
 from qarl.rollout.engine_config import llm_arguments
 from qarl.schemes import get_scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 pytestmark = pytest.mark.vllm
 configure_vllm_process()
@@ -61,7 +62,7 @@ def test_the_installed_vllm_has_every_name_and_takes_every_argument() -> None:
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("kernels", ["engine", "qarl"])
+@pytest.mark.parametrize("kernels", [KernelChoice.ENGINE, KernelChoice.QARL])
 def test_the_installed_vllm_has_every_argument_of_the_engine(
     gpu: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

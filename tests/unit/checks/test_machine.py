@@ -13,6 +13,7 @@ from qarl.checks.machine import Machine, check_capability, check_no_new_trl
 from qarl.checks.registry import check_experts, check_kernels, check_scheme
 from qarl.errors import UserError
 from qarl.schemes import get_scheme
+from qarl.schemes.kernel_choice import KernelChoice
 from qarl.schemes.w4a8 import W4A8
 
 
@@ -38,9 +39,9 @@ def test_training_refuses_what_gpus_do_not_compute(tmp_path, monkeypatch):
             )
         assert words in str(error.value)
     with pytest.raises(UserError, match="no int8 products"):
-        check_capability(get_scheme("w8a8"), "engine", 100)
+        check_capability(get_scheme("w8a8"), KernelChoice.ENGINE, 100)
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "Other,CutlassInt8ScaledMMLinearKernel")
-    check_capability(get_scheme("w8a8"), "engine", 100)
+    check_capability(get_scheme("w8a8"), KernelChoice.ENGINE, 100)
 
 
 def test_experts_that_cannot_run_are_refused(tmp_path: Path) -> None:

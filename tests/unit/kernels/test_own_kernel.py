@@ -18,6 +18,7 @@ from qarl.kernels.base import LinearKernel
 from qarl.kernels.registry import choose_linear_kernel, own_kernel, unregister
 from qarl.quant import get_scheme, quantize
 from qarl.schemes.base import INT4_BF16
+from qarl.schemes.kernel_choice import KernelChoice
 
 NAME = "exact_w4a16"
 CPU = torch.device("cpu")
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 def _plugin() -> Iterator[None]:
     with loaded(own_kernel=lambda: unregister(NAME)):
         yield
-    assert own_kernel("qarl", INT4_BF16).name != NAME
+    assert own_kernel(KernelChoice.QARL, INT4_BF16).name != NAME
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +38,20 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> RunInputs:
     return RunInputs(config, plan=True)
 
 
-def chosen(kernels: str) -> type[LinearKernel]:
+def chosen(kernels: KernelChoice) -> type[LinearKernel]:
     return choose_linear_kernel(get_scheme("w4a16", 32), CPU, (33, 64), kernels=kernels).kernel
 
 
 def test_only_its_option_chooses_it() -> None:
-    assert chosen("qarl").name == NAME
-    assert NAME not in (chosen("engine").name, chosen("dequantized").name)
+    assert chosen(KernelChoice.QARL).name == NAME
+    assert NAME not in (chosen(KernelChoice.ENGINE).name, chosen(KernelChoice.DEQUANTIZED).name)
 
 
 def test_its_products_are_rounded_once() -> None:
     torch.manual_seed(0)
     low_bit = quantize(torch.randn(33, 64).bfloat16(), get_scheme("w4a16", 32))
     x = torch.randn(5, 64).bfloat16()
-    kernel = chosen("qarl")
+    kernel = chosen(KernelChoice.QARL)
     y = kernel.linear(x, kernel.prepare(low_bit.tensors), None)
     assert torch.equal(y, (x.double() @ low_bit.dequantize().double().t()).bfloat16())
 
@@ -66,7 +67,7 @@ def test_the_plan_counts_what_both_sides_hold(inputs: RunInputs) -> None:
     assert plan["low-bit tensors in the kernels' layout"] == bf16
     assert "dequantized weights for the backward, BF16" not in plan
     engines = config.model_copy(
-        update={"quant": config.quant.model_copy(update={"kernels": "engine"})}
+        update={"quant": config.quant.model_copy(update={"kernels": KernelChoice.ENGINE})}
     )
     of_vllm = parts(estimate(inputs.size, engines, device="cpu"))
     assert plan["vLLM: weights"] - of_vllm["vLLM: weights"] == bf16 - wire

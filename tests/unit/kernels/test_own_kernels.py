@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from compressed_tensors.compressors import unpack_from_int32
 
-from qarl.config.quant import KERNELS
 from qarl.errors import UserError
 from qarl.kernels.cpu.torch_linears import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.registry import choose_linear_kernel, kernels_of
 from qarl.quant import get_scheme, quantize
 from qarl.schemes import scheme_names
+from qarl.schemes.kernel_choice import KernelChoice
 
 CPU = torch.device("cpu")
 needs_int8 = pytest.mark.skipif(
@@ -84,12 +84,12 @@ def test_the_dequantized_weight_is_compressed_tensors(n: int, k: int, group: int
 ON_A_CPU = {("qarl", "w4a8"): "qarl_cpu_w4a8", ("dequantized", "w4a16"): "dequantized"}
 
 
-@pytest.mark.parametrize(("kernels", "scheme"), [*itertools.product(KERNELS, scheme_names())])
+@pytest.mark.parametrize(("kernels", "scheme"), [*itertools.product(KernelChoice, scheme_names())])
 def test_every_table_has_a_kernel_or_a_reason(
-    kernels: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+    kernels: KernelChoice, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    if kernels == "engine":
+    if kernels.by_engine:
         assert (scheme == "bf16") == (not kernels_of(kernels, get_scheme(scheme).operands))
         return
     if expected := ON_A_CPU.get((kernels, scheme)):
@@ -99,12 +99,8 @@ def test_every_table_has_a_kernel_or_a_reason(
                 == expected
             )
         return
-    words = (
-        "runs on GPUs, not on cpu"
-        if kernels_of(kernels, get_scheme(scheme).operands)
-        else f"kernels for {scheme}: none"
-    )
-    with pytest.raises(
-        UserError, match=rf"(?s)no kernel of quant.kernels={kernels} can multiply.*{words}"
-    ):
+    words = f"(?s)no kernel of quant.kernels={kernels} can multiply.*runs on GPUs, not on cpu"
+    if not kernels_of(kernels, get_scheme(scheme).operands):
+        words = f"no kernel of quant.kernels={kernels} multiplies"
+    with pytest.raises(UserError, match=words):
         choose_linear_kernel(get_scheme(scheme), CPU, (64, 64), kernels=kernels)

@@ -25,6 +25,7 @@ from qarl.lora.adapter import CONFIG_FILE, PREFIX, WEIGHTS_FILE, read_adapter, w
 from qarl.lora.layers import AdaptedLinear, Adapters, expand, target_linears
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.quant.linear import QuantLinear
+from qarl.schemes.kernel_choice import KernelChoice
 
 SCHEMES = ("w4a16", "w8a8", "fp8", "w4a8", "bf16")
 
@@ -38,7 +39,7 @@ class Model(nn.Module):
         linear = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16)
         linear.weight.data = torch.randn(rows, columns, generator=generator).bfloat16()
         chosen = get_scheme(scheme, group_size=32)
-        kernels = "qarl" if scheme == "w4a8" else "engine"
+        kernels = KernelChoice.QARL if scheme == "w4a8" else KernelChoice.ENGINE
         self.proj: nn.Module = (
             QuantLinear(linear, chosen, qualified_name="proj", kernels=kernels)
             if chosen.quantized

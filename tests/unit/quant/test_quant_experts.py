@@ -215,7 +215,7 @@ def test_what_cannot_be_multiplied_is_refused_by_name() -> None:
     x, ids, weights = torch.randn(2, HIDDEN), torch.tensor([[0, 1]] * 2), torch.full((2, 2), 0.5)
     with pytest.raises(UserError, match=r"mlp\.experts got torch\.float32"):
         make_layer()(x, ids, weights)
-    with pytest.raises(UserError, match="no kernel serves w4a8"):
+    with pytest.raises(UserError, match="no kernel of experts multiplies int4"):
         make_layer("w4a8")
     for change, words in (("has_bias", "has_bias=True"), ("act_fn", "activation GELU")):
         experts = make_experts()

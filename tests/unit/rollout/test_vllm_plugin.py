@@ -22,6 +22,7 @@ from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme
 from qarl.rollout import vllm_plugin
+from qarl.schemes.kernel_choice import KernelChoice
 
 configure_vllm_process()
 experts: Any = importlib.import_module("qarl.rollout.vllm_plugin.cpu_experts")
@@ -132,7 +133,7 @@ def test_a_compiled_mixture_is_refused(tmp_path: Path) -> None:
         ):
             config: Any = SimpleNamespace(
                 backend=backend,
-                quant=SimpleNamespace(kernels="engine"),
+                quant=SimpleNamespace(kernels=KernelChoice.ENGINE),
                 rollout=SimpleNamespace(enforce_eager=enforce_eager),
             )
             with pytest.raises(UserError, match="cannot compile") if refused else nullcontext():

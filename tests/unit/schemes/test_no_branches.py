@@ -11,7 +11,7 @@ from checkout import ROOT
 from qarl.schemes import UNQUANTIZED, scheme_names
 
 FILES = [path for path in sorted((ROOT / "qarl").rglob("*.py")) if path.parent.name != "schemes"]
-SHARED = ("base", "registry", "checkpoint_config", "plan_terms")
+SHARED = ("base", "registry", "kernel_choice", "checkpoint_config", "plan_terms")
 """Modules of qarl/schemes that are about all schemes."""
 OTHER_MEANINGS = {
     "qarl/bench/plan/devices.py": ("fp8",),  # a rate of a data sheet

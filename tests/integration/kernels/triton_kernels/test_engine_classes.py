@@ -18,6 +18,7 @@ from qarl.kernels.triton.linears import unavailable
 from qarl.process import configure_vllm_process
 from qarl.quant import QuantLinear, get_scheme
 from qarl.rollout.kernel_request import engine_arguments, kernel_request
+from qarl.schemes.kernel_choice import KernelChoice
 
 load_general_plugins = pytest.importorskip("vllm.plugins").load_general_plugins
 
@@ -37,7 +38,7 @@ def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
     from vllm.config import VllmConfig, set_current_vllm_config
 
     with set_current_vllm_config(
-        VllmConfig(**engine_arguments(kernel_request("qarl", request.param)))
+        VllmConfig(**engine_arguments(kernel_request(KernelChoice.QARL, request.param)))
     ):
         yield request.param
 
@@ -46,7 +47,9 @@ def trainers_layers(scheme: str) -> list[QuantLinear]:
     torch.manual_seed(0)
     linears = [nn.Linear(K, n, dtype=torch.bfloat16, device=DEVICE) for n in PARTS]
     return [
-        QuantLinear(linear, get_scheme(scheme, 32), qualified_name="layer", kernels="qarl")
+        QuantLinear(
+            linear, get_scheme(scheme, 32), qualified_name="layer", kernels=KernelChoice.QARL
+        )
         for linear in linears
     ]
 

@@ -3,8 +3,9 @@
 The results equal those of compressed-tensors (`calculate_qparams`, `quantize`, `pack_to_int32`) bit for bit. Every step
 is rounded to the weight's dtype:
 
-- scale = absmax / half the range (7.5 for int4, 127.5 for int8, 448 for e4m3: `Scheme.grid`). A scale of zero becomes
-  the dtype's eps, so an all-zero group has codes of zero and a finite scale.
+- scale = absmax / half the range (7.5 for int4, 127.5 for int8, 448 for e4m3: `Scheme.grid`), unless a scheme has a
+  rule of its own (`Scheme.scales`). A scale of zero becomes the dtype's eps, so an all-zero group has codes of zero and
+  a finite scale.
 - code = weight / scale, clamped, then rounded half to even.
 - int4 codes are stored with offset 8, eight in an int32, lowest nibble first.
 - 8-bit scales are upcast to FP32 for the wire, because vLLM stores them in FP32.
@@ -207,7 +208,8 @@ def _eager(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
         groups = weight.contiguous().view(rows, -1, scheme.group_size or cols)
         absmax = _absmax(groups)
         nonfinite = (~torch.isfinite(absmax)).any().to(torch.int32).view(1)
-        scale = _scale(absmax, grid.half_range)
+        by_own_rule = scheme.scales(groups)
+        scale = _scale(absmax, grid.half_range) if by_own_rule is None else _no_zeros(by_own_rule)
         if not scheme.packs_codes:
             dtype = codes_dtype(scheme)
             to_codes = _float_codes if dtype.is_floating_point else _int_codes
@@ -230,7 +232,10 @@ def _scale(absmax: Tensor, half_range: float) -> Tensor:
     The divisor is a tensor. On CUDA, PyTorch multiplies by the reciprocal of a Python number instead of dividing, which
     can change the last bit in FP32.
     """
-    scale = absmax.div_(absmax.new_full((), half_range))
+    return _no_zeros(absmax.div_(absmax.new_full((), half_range)))
+
+
+def _no_zeros(scale: Tensor) -> Tensor:
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 
 

@@ -157,7 +157,7 @@ def test_a_publish_is_a_fresh_load_at_the_old_addresses(
         written = {
             target.name
             for target in receiver.weights.plan.by_owner.values()
-            if target.writer is not None
+            if target.stored is not None
         }
         layers = hf_config.num_hidden_layers if model_name == "experts" else 0
         assert len(written) == layers * direct, written

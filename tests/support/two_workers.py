@@ -49,7 +49,7 @@ def publish(worker: Any, folder: str, scheme_name: str, version: int) -> tuple[l
     reloaded = [
         target.name
         for target in worker.receiver.weights.plan.by_owner.values()
-        if target.writer is None
+        if target.stored is None
     ]
     return reloaded, worker.sender.tally.known
 

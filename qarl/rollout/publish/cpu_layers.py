@@ -12,7 +12,6 @@ oneDNN hides W8A8 weights, and vLLM packs BF16 linears and drops the original. A
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,11 +19,8 @@ import torch
 from torch import nn
 
 from qarl.kernels.cpu.vllm_linears import TILE_ROWS, TILES, VllmCpuWNA16Linear
-from qarl.rollout.publish.experts import Writer, write_low_bit
+from qarl.rollout.publish.stored_layer import StoredLayer
 from qarl.rollout.publish.tensor_parallel import Part
-
-Reader = Callable[[Any, list[int]], list[Part]]
-"""A function of a module and the number of rows of each checkpoint module in it. It returns views of their tensors."""
 
 
 def write_plain(module: nn.Module, parts: list[Part]) -> None:
@@ -109,18 +105,6 @@ def write_own(layer: Any, parts: list[Part]) -> None:
     _write_bias(layer, parts)
 
 
-WRITERS: dict[str, Writer] = {
-    "QaRLInt4LinearKernel": write_own,
-    "CPUWNA16LinearKernel": write_wna16,
-    "CPUInt8ScaledMMLinearKernel": write_int8,
-    "QaRLAdaptedInt8LinearKernel": write_int8,
-    "ChannelWiseTorchFP8ScaledMMLinearKernel": write_fp8,
-    "UnquantizedLinearMethod": write_unquantized,
-    "UnquantizedEmbeddingMethod": write_unquantized,
-}
-"""Name of vLLM's class -> writer. (Releases of vLLM define these classes in different modules.)"""
-
-
 def _write_bias(layer: Any, parts: list[Part]) -> None:
     if "bias" in parts[0]:
         layer.bias.data.copy_(_fused(parts, "bias"))
@@ -158,19 +142,28 @@ def _read_weight(layer: Any, rows: list[int]) -> list[Part]:
     return [{"weight": weight[part]} if weight.numel() else {} for part in _slices(rows)]
 
 
-def _read_experts(layer: Any, rows: list[int]) -> list[Part]:
-    stacks: list[Part] = layer.quant_method.storage()
-    return stacks
-
-
-TAKE_TILES: tuple[Writer, ...] = (write_wna16, write_low_bit)
-"""Functions that write a layer whose kernel reads tiles, and take them in place of the published codes."""
-
-READERS: dict[Writer | None, Reader] = {
-    write_wna16: _read_wna16,
-    write_fp8: _read_fp8,
-    write_unquantized: _read_weight,
-    write_plain: _read_weight,
-    write_low_bit: _read_experts,
-}
-"""Function that writes a layer -> function that shows what it stores."""
+PLAIN = StoredLayer(write_plain, read=_read_weight)
+"""Modules without a kernel, such as norms."""
+LAYERS = (
+    StoredLayer(write_own, engine_classes=("QaRLInt4LinearKernel",)),
+    StoredLayer(
+        write_wna16,
+        engine_classes=("CPUWNA16LinearKernel",),
+        read=_read_wna16,
+        takes_tiles=True,
+    ),
+    StoredLayer(
+        write_int8,
+        engine_classes=("CPUInt8ScaledMMLinearKernel", "QaRLAdaptedInt8LinearKernel"),
+        survives_reload=False,
+    ),
+    StoredLayer(
+        write_fp8, engine_classes=("ChannelWiseTorchFP8ScaledMMLinearKernel",), read=_read_fp8
+    ),
+    StoredLayer(
+        write_unquantized,
+        engine_classes=("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"),
+        read=_read_weight,
+    ),
+)
+"""vLLM's dense layers on a CPU."""

@@ -21,7 +21,7 @@ and AMD's change numbers or scales, and a padded parameter has another shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,12 +30,9 @@ from torch import nn
 
 from qarl.kernels.int4 import CODES, SCALES, to_marlin
 from qarl.rollout.publish.graph_addresses import as_vllm_loads
+from qarl.rollout.publish.stored_layer import StoredLayer, Writer, find_layer
 from qarl.rollout.publish.tensor_parallel import Cut, Part, columns
 from qarl.rollout.vllm_plugin import not_loaded
-
-Writer = Callable[[nn.Module, list[Part]], None]
-"""A function of a module and this worker's part of the tensors of its checkpoint modules, which it writes."""
-
 
 STORED = {"gate_up_proj": "w13", "down_proj": "w2"}
 """Each stack of a publish -> vLLM's name for it. The functions that write a layer rely on this order."""
@@ -97,13 +94,13 @@ def quantized_experts(model: nn.Module) -> set[str]:
     }
 
 
-def cpu_writer_of(module: nn.Module, direct: bool) -> Writer | None:
-    """Return the function that writes the experts of `module`, or None if vLLM's layerwise reload writes them. Raise
-    UserError if the plugin is required but not loaded."""
-    method = next((name for name in _CPU_WRITERS if _is_a(module, name)), None)
-    if method is None:
+def stored_on_cpu(module: nn.Module) -> StoredLayer:
+    """Return how the experts of `module` are stored. Raise UserError if the plugin is required but not loaded."""
+    kinds = type(getattr(module, "quant_method", None)).__mro__
+    layer = find_layer(kinds, _ON_CPUS)
+    if layer is None:
         raise not_loaded()
-    return _CPU_WRITERS[method] if direct else None
+    return layer
 
 
 def _is_a(module: nn.Module, method: str) -> bool:
@@ -175,10 +172,20 @@ def _load_one_by_one(layer: Any, stacks: Part) -> None:
                 )
 
 
-_CPU_WRITERS: dict[str, Writer] = {
-    "LowBitExpertsMethod": write_low_bit,
-    "RepairedUnquantizedMethod": write_bf16,
-}
+def _read_low_bit(layer: Any, rows: list[int]) -> list[Part]:
+    stacks: list[Part] = layer.quant_method.storage()
+    return stacks
+
+
+_ON_CPUS = (
+    StoredLayer(
+        write_low_bit,
+        engine_classes=("LowBitExpertsMethod",),
+        read=_read_low_bit,
+        takes_tiles=True,
+    ),
+    StoredLayer(write_bf16, engine_classes=("RepairedUnquantizedMethod",)),
+)
 
 
 _Table = Mapping[str, tuple[str, tuple[str, ...]]]
@@ -194,10 +201,10 @@ MARLIN: _Table = {
 }
 
 
-def gpu_writer_of(
+def stored_on_gpu(
     module: nn.Module, parts: list[Part], vllm_config: Any, derived: Collection[str]
-) -> Writer | None:
-    """Return the function that writes the experts of `module`, or None if vLLM's layerwise reload must.
+) -> StoredLayer | None:
+    """Return how the experts of `module` are stored, or None if vLLM's layerwise reload must write them.
 
     `parts`: this worker's part of the published stacks, on the meta device. `derived`: names of parameters that are
     never published."""
@@ -205,10 +212,10 @@ def gpu_writer_of(
     if torch.version.hip is not None:
         return None
     if _reads(module, UNCHANGED):
-        made = parts
+        stacks = parts
         writer = partial(_write_unchanged, vllm_config=vllm_config)
     elif _reads(module, MARLIN) and _marlin_as_ours(module, parts):
-        made = [in_marlins_layout(part) for part in parts]
+        stacks = [in_marlins_layout(part) for part in parts]
         writer = _write_marlin
     else:
         return None
@@ -216,13 +223,13 @@ def gpu_writer_of(
     names = {
         name for name, parameter in stored.items() if parameter.numel() and name not in derived
     }
-    published = by_parameter(made)
+    published = by_parameter(stacks)
     fits = names == published.keys() and all(
         (stored[name].shape, stored[name].dtype) == (tensor.shape, tensor.dtype)
         and stored[name].is_contiguous()
         for name, tensor in published.items()
     )
-    return writer if fits else None
+    return StoredLayer(writer) if fits else None
 
 
 def _reads(module: nn.Module, table: _Table) -> bool:
@@ -247,8 +254,8 @@ def _marlin_as_ours(module: nn.Module, parts: list[Part]) -> bool:
 
 def in_marlins_layout(part: Part) -> Part:
     """Return a published stack as MarlinExperts reads it."""
-    made = to_marlin(part)
-    return {"weight_packed": made[CODES], "weight_scale": made[SCALES]}
+    marlin = to_marlin(part)
+    return {"weight_packed": marlin[CODES], "weight_scale": marlin[SCALES]}
 
 
 def copy_stacks(module: Any, parts: list[Part]) -> None:

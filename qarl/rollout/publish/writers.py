@@ -9,9 +9,8 @@
   permanently (`ReloadFailed`). CUDA graphs need the other tensors of the module at their old addresses too
   (`qarl.rollout.publish.graph_addresses`).
 
-After a layerwise reload, W8A8 layers on CPU return NaN. Their oneDNN handler keeps the raw address
-of the scales (csrc/cpu/dnnl_helper.cpp), but the reload frees the scales. So these layers are written directly or
-refused.
+After a layerwise reload, W8A8 layers on CPU return NaN. Their oneDNN handler keeps the raw address of the scales
+(csrc/cpu/dnnl_helper.cpp), but the reload frees the scales. So these layers are written directly or refused.
 
 Under tensor parallelism each worker of an engine gets whole tensors and writes its part
 (`qarl.rollout.publish.tensor_parallel`).
@@ -31,8 +30,9 @@ from torch import nn
 from qarl.errors import UserError
 from qarl.kernels.cpu.vllm_linears import TILES
 from qarl.rollout.publish import cpu_layers, experts, graph_addresses
-from qarl.rollout.publish.experts import Writer, holds_experts
+from qarl.rollout.publish.experts import holds_experts
 from qarl.rollout.publish.manifest import WRAPPED, Manifest, NamedTensor, unit_of, without_wrappers
+from qarl.rollout.publish.stored_layer import StoredLayer, find_layer
 from qarl.rollout.publish.tensor_parallel import Cut, Part, cut_of_split
 from qarl.vllm_versions import loaded_below
 
@@ -57,26 +57,26 @@ class TensorsMoved(ReloadFailed):
 
 @dataclass
 class Target:
-    """One vLLM module. `writer`: the function that writes it, or None for layerwise reload. `cut`: a function
+    """One vLLM module. `stored`: how QaRL writes it, or None for layerwise reload. `cut`: a function
     that returns this worker's part of whole tensors. `parts`: the checkpoint modules in `module`, in order. There are
     several if vLLM fuses them."""
 
     name: str
     module: nn.Module
-    writer: Writer | None = None
+    stored: StoredLayer | None = None
     cut: Cut | None = None
     parts: list[str] = field(default_factory=list)
 
     def write(self, parts: list[Part], prepared: Mapping[str, torch.Tensor]) -> None:
         """`prepared`: see `WritePlan.write`."""
-        assert self.writer is not None and self.cut is not None
+        assert self.stored is not None and self.cut is not None
         shares = self.cut(self.module, parts)
         is_whole = shares is parts
-        if is_whole and self.writer in cpu_layers.TAKE_TILES:
+        if is_whole and self.stored.takes_tiles:
             shares = [
                 self._with_codes(*pair, prepared) for pair in zip(self.parts, parts, strict=True)
             ]
-        self.writer(self.module, shares)
+        self.stored.write(self.module, shares)
 
     def _with_codes(self, owner: str, part: Part, prepared: Mapping[str, torch.Tensor]) -> Part:
         """Return the tensors of the checkpoint module `owner`, with its prepared codes if there are any."""
@@ -126,7 +126,7 @@ class WritePlan:
             target.cut = cut_of(target.module, len(target.parts))
             if holds_experts(target.module):
                 target.parts.sort(key=experts.place_in_layer)
-            target.writer = self._writer_of(target, expected, direct)
+            target.stored = self._stored_layer(target, expected, direct)
         self._check_all_written(expected)
 
     def _place_all(self, expected: Manifest) -> Collection[Target]:
@@ -153,19 +153,19 @@ class WritePlan:
             self.by_owner[owner] = target
         return targets.values()
 
-    def _writer_of(self, target: Target, expected: Manifest, direct: bool) -> Writer | None:
-        """Return the function that writes the module of `target`, or None if vLLM's layerwise reload does it."""
+    def _stored_layer(self, target: Target, expected: Manifest, direct: bool) -> StoredLayer | None:
+        """Return how the module of `target` is written, or None if vLLM's layerwise reload does it."""
         module = target.module
         if _is_on_cpu(module):
-            return _choose_writer(target, direct)
+            return _stored_on_cpu(target, direct)
         if not direct or target.cut is None or not holds_experts(module):
             return None
         specs = [_without_memory(expected, owner) for owner in target.parts]
         parts = target.cut(module, specs)
-        return experts.gpu_writer_of(module, parts, self.vllm_config, DERIVED)
+        return experts.stored_on_gpu(module, parts, self.vllm_config, DERIVED)
 
     def storage(self, expected: Manifest) -> dict[str, torch.Tensor]:
-        """Return what `cpu_layers.READERS` can show of the engine's weights, as views of its memory. Names are those of
+        """Return what a `StoredLayer` can show of the engine's weights, as views of its memory. Names are those of
         a publish, or of a kernel's layout. With several workers or on a GPU nothing is shown."""
         if self.vllm_config.parallel_config.world_size > 1:
             return {}
@@ -177,7 +177,7 @@ class WritePlan:
         targets = {target.name: target for target in self.by_owner.values()}
         views: dict[str, torch.Tensor] = {}
         for target in targets.values():
-            reader = cpu_layers.READERS.get(target.writer)
+            reader = target.stored.read if target.stored else None
             if reader is None or not rows.keys() >= set(target.parts):
                 continue
             parts = reader(target.module, [rows[owner] for owner in target.parts])
@@ -195,7 +195,7 @@ class WritePlan:
             stored = experts.stored_as(owner, leaf) if holds_experts(target.module) else leaf
             published.add((target.name, stored))
         # Layerwise reload derives all of a module's tensors from the published ones, except a bias.
-        reloaded = {target.name for target in self.by_owner.values() if target.writer is None}
+        reloaded = {target.name for target in self.by_owner.values() if target.stored is None}
         tensors = {
             (owner, name): tensor
             for owner, module in self.modules.items()
@@ -245,7 +245,7 @@ class WritePlan:
         reloaded: list[Target] = []
         for target in targets.values():
             whole = [parts[owner] for owner in target.parts]
-            if target.writer is None:
+            if target.stored is None:
                 reloaded.append(target)
             else:
                 target.write(whole, prepared or {})
@@ -311,18 +311,19 @@ def _without_memory(expected: Manifest, owner: str) -> Part:
     }
 
 
-def _choose_writer(target: Target, direct: bool) -> Writer | None:
-    """Return the function that writes the module of `target` on a CPU, or None if vLLM's layerwise reload does it."""
+def _stored_on_cpu(target: Target, direct: bool) -> StoredLayer | None:
+    """Return how the module of `target` is written on a CPU, or None if vLLM's layerwise reload does it."""
     module = target.module
     known = target.cut is not None
     if holds_experts(module):
-        return experts.cpu_writer_of(module, direct and known)
+        stored = experts.stored_on_cpu(module)
+        return stored if direct and known else None
     scheme: Any = getattr(module, "scheme", None)
     kernel: Any = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
-    writer = cpu_layers.WRITERS.get(type(kernel).__name__)
-    if writer is cpu_layers.write_int8:
+    by_kernel = find_layer([type(kernel)], cpu_layers.LAYERS)
+    if by_kernel is not None and not by_kernel.survives_reload:
         if known or not hasattr(kernel, "dnnl_handler"):
-            return writer if hasattr(kernel, "dnnl_handler") else None
+            return by_kernel if hasattr(kernel, "dnnl_handler") else None
         raise UserError(
             f"QaRL cannot write W8A8 weights into {target.name}, which is split over the workers",
             where=f"rollout.tensor_model_parallel_size={module.tp_size}, {type(module).__name__}",
@@ -339,18 +340,9 @@ def _choose_writer(target: Target, direct: bool) -> Writer | None:
     if not (direct and known):
         return None
     if scheme is None and not hasattr(module, "quant_method") and not list(module.children()):
-        return cpu_layers.write_plain
-    method_classes = type(
-        getattr(module, "quant_method", None)
-    ).__mro__  # QaRL's own are subclasses of vLLM's
-    return writer or next(
-        (
-            cpu_layers.WRITERS[kind.__name__]
-            for kind in method_classes
-            if kind.__name__ in cpu_layers.WRITERS
-        ),
-        None,
-    )
+        return cpu_layers.PLAIN
+    methods = type(getattr(module, "quant_method", None)).__mro__  # QaRL's own subclass vLLM's
+    return by_kernel or find_layer(methods, cpu_layers.LAYERS)
 
 
 def cut_of(module: nn.Module, parts: int) -> Cut | None:

@@ -134,7 +134,7 @@ def test_layerwise_reload_writes_the_base_under_its_adapters(based, pristine_mod
     )
     try:
         assert all(
-            target.writer is None
+            target.stored is None
             for target in based.weights.plan.by_owner.values()
             if target.name.endswith("proj")
         )

@@ -40,7 +40,7 @@ def test_an_exception_in_the_middle_of_vllms_reload(pristine_model):
         for n, t in other
     ]
     with RolloutEngine(config) as engine:
-        assert any(target.writer is None for target in engine.weights.plan.by_owner.values())
+        assert any(target.stored is None for target in engine.weights.plan.by_owner.values())
         engine.publish(tensors, version=1)
         expected = greedy(engine)
         engine.publish(other, version=2)

@@ -107,7 +107,7 @@ def test_a_worker_holds_what_vllms_loader_gives_it(
     if not (
         checkpoints.scheme.name == "w8a8" and torch.cpu._is_amx_tile_supported()
     ):  # vLLM packs int8 for AMX
-        assert all(target.writer is not None for target in receiver.weights.plan.by_owner.values())
+        assert all(target.stored is not None for target in receiver.weights.plan.by_owner.values())
     for version, which in enumerate((1, 0, 1, 0, 1)):
         tensors = checkpoints.tensors[which]
         stream = encode_publish(stacked(tensors.items()), version=version)

@@ -201,7 +201,7 @@ def test_a_subclass_that_is_not_known_is_reloaded(monkeypatch: pytest.MonkeyPatc
 def test_a_matrix_that_is_fused_in_the_checkpoint_is_reloaded() -> None:
     """Half of gate_up is not half of gate and half of up."""
     layer = MergedColumnParallelLinear(output_partition_sizes=[1, 1])
-    assert plan_of(layer, torch.zeros(4, 4)).by_owner["one"].writer is None
+    assert plan_of(layer, torch.zeros(4, 4)).by_owner["one"].stored is None
     assert cut_of(layer, 2) is not None
 
 
@@ -228,7 +228,7 @@ def test_w8a8_layers_that_would_be_reloaded_are_refused_by_name() -> None:
     ):
         plan_of(StripedLinear(scheme=scheme), torch.zeros(4, 4))
     known = ColumnParallelLinear(scheme=scheme, output_partition_sizes=[2])
-    assert plan_of(known, torch.zeros(4, 4)).by_owner["one"].writer is not None
+    assert plan_of(known, torch.zeros(4, 4)).by_owner["one"].stored is not None
 
 
 @pytest.mark.parametrize("kind", [ReplicatedLinear, GateLinear])

@@ -181,10 +181,11 @@ def _reader_has_left() -> bool:
 
 
 class _Pressed:
-    """What Ctrl-C has done in this process. `once`: it has raised KeyboardInterrupt. `said`: the message is written."""
+    """What Ctrl-C has done in this process. `once`: it has raised KeyboardInterrupt. `announced`: the message is
+    written."""
 
     once = False
-    said = False
+    announced = False
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
@@ -197,7 +198,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:
-    if not _Pressed.said:
+    if not _Pressed.announced:
         words = f"{live.erasure()}interrupted\n"
         os.write(2, words.encode())  # not print, because Ctrl-C may have interrupted a print
     os._exit(INTERRUPTED)
@@ -207,7 +208,7 @@ def _say_interrupted() -> None:
     """Say it once, whatever is pressed meanwhile."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     say("interrupted")
-    _Pressed.said = True
+    _Pressed.announced = True
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 

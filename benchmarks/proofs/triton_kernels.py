@@ -233,7 +233,7 @@ def _between_products() -> Iterator[AotKernel]:
             (AotConfig(constants, targets=targets),),
             ("cols",),
         )
-    types = {"rows_ptr": "*bf16", "place_ptr": "*i64", "y_ptr": "*bf16"}
+    types = {"rows_ptr": "*bf16", "slot_ptr": "*i64", "y_ptr": "*bf16"}
     yield AotKernel(combine_kernel, types, (AotConfig({"TOP_K": 8, "BLOCK": 1024}),), ("cols",))
     types = {"stack_ptr": "*bf16", "ends_ptr": "*i32"}
     yield AotKernel(clear_unused_kernel, types, (AotConfig({"BLOCK": 1024}),), ("size", "programs"))

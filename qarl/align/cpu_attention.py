@@ -131,7 +131,7 @@ class _EngineAttention(torch.autograd.Function):
         tensors = (*ctx.saved_tensors, *grad_outputs)
         parts = []
         sets = _sets_of_rows(ctx.lengths, tensors[0].shape[1])
-        padded = [tensor.flatten(1).index_select(0, sets.places) for tensor in tensors]
+        padded = [tensor.flatten(1).index_select(0, sets.slots) for tensor in tensors]
         padded[3].masked_fill_(
             sets.beyond[:, None], 0.0
         )  # so nothing beyond a row's end has a gradient
@@ -164,13 +164,13 @@ class _Sets(NamedTuple):
     """Packed rows in sets of similar length, padded to the longest row of their set.
 
     shapes  of each set: its number of rows, and their padded length
-    places  int64 [padded tokens]; the place in the pack of each token of the sets, in their order
+    slots   int64 [padded tokens]; the index in the pack of each token of the sets, in their order
     beyond  bool [padded tokens]; whether a token is behind the end of its row
-    back    int64 [tokens of the pack]; the place in the sets of each token of the pack
+    back    int64 [tokens of the pack]; the index in the sets of each token of the pack
     """
 
     shapes: list[tuple[int, int]]
-    places: torch.Tensor
+    slots: torch.Tensor
     beyond: torch.Tensor
     back: torch.Tensor
 
@@ -184,7 +184,7 @@ def _sets_of_rows(lengths: tuple[int, ...], heads: int) -> _Sets:
     starts = torch.tensor([0, *accumulate(lengths)])
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     shapes = []
-    places = []
+    slots = []
     beyond = []
     while order:
         longest = lengths[order[0]]
@@ -192,10 +192,10 @@ def _sets_of_rows(lengths: tuple[int, ...], heads: int) -> _Sets:
         rows = order[:count]
         order = order[count:]
         after = torch.arange(longest) >= torch.tensor([lengths[row] for row in rows])[:, None]
-        places.append((starts[rows, None] + torch.arange(longest)).masked_fill(after, 0).flatten())
+        slots.append((starts[rows, None] + torch.arange(longest)).masked_fill(after, 0).flatten())
         beyond.append(after.flatten())
         shapes.append((len(rows), longest))
-    padded = torch.cat(places)
+    padded = torch.cat(slots)
     after = torch.cat(beyond)
     back = torch.empty(sum(lengths), dtype=torch.int64)
     back[padded[~after]] = (~after).nonzero()[:, 0]

@@ -70,7 +70,7 @@ class Roots:
     ) -> None:
         """Compare a few responses. `log_probs` runs the forward of `model` and returns FP32 log-probs [B, T].
 
-        `rollout`: the engine's log-probs, [B, T]. `mask`: whether a place has a token, [B, T]."""
+        `rollout`: the engine's log-probs, [B, T]. `mask`: whether a position has a token, [B, T]."""
         mask = mask.bool()
         own = log_probs()[mask].double()
         self.delta += float((own - rollout.to(own.device)[mask]).abs().sqrt().sum())

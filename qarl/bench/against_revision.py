@@ -92,14 +92,14 @@ def compare(arguments: Arguments, checkout: Path) -> list[dict[str, Times]]:
 def worktree(checkout: Path, revision: str, folder: Path) -> Iterator[Path]:
     """Check `revision` out into `folder`, and remove it in the end. Raise UserError if git cannot."""
     git = ["git", "-C", str(checkout), "worktree"]
-    made = subprocess.run(
+    completed = subprocess.run(
         [*git, "add", "--detach", str(folder), revision],
         capture_output=True,
         text=True,
         check=False,
     )
-    if made.returncode:
-        why = made.stderr.strip().rpartition("\n")[2]
+    if completed.returncode:
+        why = completed.stderr.strip().rpartition("\n")[2]
         raise UserError(f"git cannot check out {revision!r}", where=str(checkout), why=why)
     try:
         yield folder

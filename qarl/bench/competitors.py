@@ -84,7 +84,7 @@ class Group(NamedTuple):
     competitors: list[Competitor]
 
     @property
-    def place(self) -> str:
+    def label(self) -> str:
         keys = self.keys
         rows = f" m={keys['m']}" if keys["m"] else ""
         return f"{keys['model']} {keys['layer']} {keys['n']}x{keys['k']} {keys['operation']}{rows}"

@@ -153,7 +153,7 @@ def _exact_layer(
     inputs = rounded(x)
     out = torch.zeros_like(inputs)
     for expert in ids.unique().tolist():
-        token, place = (ids == expert).nonzero(as_tuple=True)
+        token, choice = (ids == expert).nonzero(as_tuple=True)
         # One expert at a time, because all experts of a large layer would take gigabytes in float64.
         gate_up, down = (
             {n: t[expert : expert + 1] for n, t in parts[part].items()}
@@ -161,5 +161,5 @@ def _exact_layer(
         )
         gate, up = (inputs[token] @ _exact_stack(gate_up)[0].double().t()).bfloat16().chunk(2, 1)
         y = rounded(silu_mul(gate, up)) @ _exact_stack(down)[0].double().t()
-        out.index_add_(0, token, y * weights[token, place, None])
+        out.index_add_(0, token, y * weights[token, choice, None])
     return out

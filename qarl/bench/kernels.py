@@ -75,7 +75,7 @@ def _measure(
         if why is None:
             correct[competitor.name] = competitor
         elif why:
-            document["not_measured"][f"{group.place}: {competitor.name}"] = why
+            document["not_measured"][f"{group.label}: {competitor.name}"] = why
     if not correct:
         return []
     calls = {name: competitor.call for name, competitor in correct.items()}
@@ -89,7 +89,7 @@ def _measure(
         base = next((base for base in baselines if base in results), None)
         entry["baseline"] = base
         entry["speedup"] = times[base]["median"] / times[name]["median"] if base else None
-        print(report.kernel_line(group.place, entry))
+        print(report.kernel_line(group.label, entry))
     return list(results.values())
 
 

@@ -132,9 +132,9 @@ def _check(arguments: Arguments) -> None:
             where=where,
         )
     positions = source.config.get("max_position_embeddings")
-    wanted = arguments.prompt_length + arguments.response_length
-    if positions and wanted > positions:
-        what = f"prompt_length + response_length = {wanted}, but the model has only {positions} positions"
+    length = arguments.prompt_length + arguments.response_length
+    if positions and length > positions:
+        what = f"prompt_length + response_length = {length}, but the model has only {positions} positions"
         raise UserError(what, where=where)
     check_divides(arguments, "mini_batches", "prompts")
     if arguments.part == "publish" and any(arguments.lora_r):

@@ -49,7 +49,7 @@ class RunInputs:
     """The inputs of a run on `machine` (None: this one). A property raises `UserError` if its input is unusable.
 
     `plan`: the inputs are only examined, so QaRL's copy of a public model's config is enough if the Hub is out of
-    reach. `no_model` is then the error that loading the real one raised. `said`: notes and warnings of the checks.
+    reach. `no_model` is then the error that loading the real one raised. `reported`: notes and warnings of the checks.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RunInputs:
         self.machine = machine or this_machine(config.backend)
         self.scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
         self.no_model: UserError | None = None
-        self.said: list[Finding] = []
+        self.reported: list[Finding] = []
 
     @cached_property
     def hf_config(self) -> Any:

@@ -48,10 +48,10 @@ def level_notes(config: Config, hf_config: Any) -> list[str]:
         unsure and f"quant.align={level} is {unsure}",
         shown_mismatch(hf_config),
     )
-    said = [text for text in notes if text]
+    lines = [text for text in notes if text]
     if level.zero_mismatch:
-        said += exceptions(config, hf_config)
-    return said
+        lines += exceptions(config, hf_config)
+    return lines
 
 
 def lower_level(config: Config, hf_config: Any) -> str | None:
@@ -137,10 +137,10 @@ def no_fp32_head(model_type: str) -> UserError:
 
 def check_length(config: Config, hf_config: Any) -> None:
     """Raise UserError if prompt and response together exceed the model's positions."""
-    wanted = config.data.max_prompt_length + config.data.max_response_length
+    longest = config.data.max_prompt_length + config.data.max_response_length
     limit = getattr(hf_config, "max_position_embeddings", None)
-    if limit is not None and wanted > limit:
-        what = f"max_prompt_length + max_response_length = {wanted} tokens, but the model has {limit} positions"
+    if limit is not None and longest > limit:
+        what = f"max_prompt_length + max_response_length = {longest} tokens, but the model has {limit} positions"
         where = "data.max_prompt_length, data.max_response_length"
         fix = f"lower them to at most {limit} together"
         raise UserError(what, where=where, fix=fix)

@@ -71,7 +71,7 @@ def make_checks(config: Config, *, data: bool = True) -> RunInputs:
         if finding.status == "error":
             raise finding.error
         if finding.status != "ok":
-            run.said.append(finding)
+            run.reported.append(finding)
     return run
 
 
@@ -81,7 +81,7 @@ def check_run(config: Config) -> RunInputs:
     notes = level_notes(config, run.hf_config)
     for text in notes:
         print_note(text)
-    for finding in run.said:
+    for finding in run.reported:
         if finding.what not in notes:
             say(f"{finding.status}: {finding.what}")
     return run
@@ -143,9 +143,9 @@ def check_kernels(config: Config, machine: Machine) -> None:
         )
 
 
-def _no_kernel(config: Config, place: str, why: str) -> UserError:
+def _no_kernel(config: Config, machines: str, why: str) -> UserError:
     scheme = get_scheme(config.quant.scheme)
-    what = f"quant.kernels={config.quant.kernels} does not support quant.scheme={scheme.name} on {place}"
+    what = f"quant.kernels={config.quant.kernels} does not support quant.scheme={scheme.name} on {machines}"
     fix = "set quant.kernels=engine"
     if scheme.engine_refusal(KernelChoice.ENGINE):
         fix = f"set quant.scheme={alternatives(engine_scheme_names(quantized=True))}"

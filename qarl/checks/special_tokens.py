@@ -31,13 +31,13 @@ def special_tokens_unseen(config: Config, tokenizer: Any, train_prompts: PromptD
         if config.reward.function in BUILTIN
         else tags_of_answers(tokenizer, tokens, train_prompts)
     )
-    for names, place in (
+    for names, source in (
         (in_reward, "the source of reward.function"),
         (in_template, "the chat template"),
     ):
         if names:
             yield warning(
-                f"{place} names {', '.join(names)}, which the reward does not see (reward.keep_special_tokens)",
+                f"{source} names {', '.join(names)}, which the reward does not see (reward.keep_special_tokens)",
                 where=f"reward.function={config.reward.function}",
                 why="they are special tokens of the tokenizer, and these are removed from a response's text",
                 fix="set reward.keep_special_tokens=true, or make them ordinary tokens of the tokenizer",

@@ -88,9 +88,9 @@ def states(response: str, truth: str) -> bool:
         return False
     tagged = _TAGGED.findall(response)
     statements = tagged or _STATEMENT.findall(response) or [response]
-    wanted = _normal(truth)
+    expected = _normal(truth)
     stated = _normal(statements[-1])
-    return bool(wanted) and (stated == wanted or _choice(stated) == wanted)
+    return bool(expected) and (stated == expected or _choice(stated) == expected)
 
 
 def _normal(answer: str) -> str:

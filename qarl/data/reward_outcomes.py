@@ -87,13 +87,13 @@ def raised(error: BaseException) -> Refused:
         message = str(error)
     except Exception:  # the user's class
         message = "its message cannot be shown"
-    place = _place(error.__traceback__)
+    location = _location(error.__traceback__)
     return Refused(
-        f"raised {type(error).__name__}", f"{message[:LONGEST_MESSAGE]}{place}", EVERY_RESPONSE
+        f"raised {type(error).__name__}", f"{message[:LONGEST_MESSAGE]}{location}", EVERY_RESPONSE
     )
 
 
-def _place(trace: TracebackType | None) -> str:
+def _location(trace: TracebackType | None) -> str:
     """Return file, line and source of the last frames: of the innermost, and of the innermost outside of libraries."""
     frames = [frame for frame in traceback.extract_tb(trace) if frame.filename != __file__]
     if not frames:

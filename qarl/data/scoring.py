@@ -55,18 +55,18 @@ def score_responses(
 def score_rows(
     reward: Reward,
     rows: Sequence[Mapping[str, Any]],
-    places: Sequence[str],
+    locations: Sequence[str],
     *,
     timeout_s: float | None,
 ) -> list[float]:
-    """Do the same as `score_responses` with the arguments of each call. `places`: a text for each, for errors."""
+    """Do the same as `score_responses` with the arguments of each call. `locations`: a text for each, for errors."""
     futures = [reward.submit(row, timeout_s) for row in rows]
     scores = []
     try:
         with live.phase("scoring", total=len(rows), unit="responses") as phase:
-            for row, place, future in zip(rows, places, futures, strict=True):
+            for row, location, future in zip(rows, locations, futures, strict=True):
                 outcome = future.result()
-                scores.append(scored(reward.name, outcome, row, where=place).score)
+                scores.append(scored(reward.name, outcome, row, where=location).score)
                 phase.advance()
     except BaseException:
         reward.stop()

@@ -256,7 +256,7 @@ def write_data(folder: Path, task: Task, train: Sequence[Problem], test: Sequenc
         Dataset.from_list(rows).to_parquet(str(folder / f"{split}.parquet"))
 
 
-def is_made(folder: Path, settings: Mapping[str, Any]) -> bool:
+def is_up_to_date(folder: Path, settings: Mapping[str, Any]) -> bool:
     """Return whether `make` wrote `folder` with the same `settings`, and all its files are there."""
     if not (folder / RECORD).is_file():
         return False
@@ -317,7 +317,7 @@ def make(recipe: Recipe) -> None:
 
 def make_missing(recipe: Recipe) -> None:
     """Make model and data, unless they were made of the same recipe. Raise UserError if a folder has other files."""
-    if is_made(recipe.output, recipe.settings(OF_MODEL)) and is_made(
+    if is_up_to_date(recipe.output, recipe.settings(OF_MODEL)) and is_up_to_date(
         recipe.data, recipe.settings(OF_DATA)
     ):
         print(f"{recipe.output} and {recipe.data} are up to date")

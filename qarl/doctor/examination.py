@@ -83,10 +83,10 @@ def backend(config: Config, machine: Machine) -> Findings:
 
 
 def gpus(config: Config, machine: Machine) -> Findings:
-    wanted = config.trainer.n_gpus_per_node
-    if machine.gpus is not None and machine.gpus < wanted:
+    required = config.trainer.n_gpus_per_node
+    if machine.gpus is not None and machine.gpus < required:
         yield error(
-            f"this machine has {machine.gpus} GPUs, but trainer.n_gpus_per_node is {wanted}",
+            f"this machine has {machine.gpus} GPUs, but trainer.n_gpus_per_node is {required}",
             where="trainer.n_gpus_per_node",
             fix=f"set trainer.n_gpus_per_node={machine.gpus} or less",
         )

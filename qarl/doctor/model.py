@@ -266,15 +266,15 @@ def planned_memory(
     remedy = REMEDIES[phase].replace(_SHARD, _ADAPTED) if config.lora.r else REMEDIES[phase]
     if machine.on_cpu:
         here = min(config.trainer.n_gpus_per_node, ranks(config))
-        place = f"{here} rank{'s' if here > 1 else ''} on this CPU"
+        owner = f"{here} rank{'s' if here > 1 else ''} on this CPU"
         limit = memory.available_memory()
         needed *= here
     else:
-        place = f"one GPU of {ranks(config)}"
+        owner = f"one GPU of {ranks(config)}"
         limit = machine.gpu_memory_bytes or 0
     kl = any(part.name.startswith("reference policy") for part in plan.parts)
     yield compared(
-        f"{place}: {readable(needed)} needed at the peak (phase {phase}), of {readable(limit)}",
+        f"{owner}: {readable(needed)} needed at the peak (phase {phase}), of {readable(limit)}",
         needed,
         limit,
         fix=("leave out the KL term, " if kl else "") + remedy,
@@ -316,8 +316,8 @@ def kv_cache(config: Config, machine: Machine, plan: MemoryEstimate) -> Findings
     prompt = config.data.max_prompt_length
     longest = config.data.max_response_length
     responses = config.data.train_batch_size * config.rollout.n
-    wanted = -(-responses * config.rollout.tensor_model_parallel_size // ranks(config))
-    at_once = max(min(config.rollout.max_num_seqs, wanted), 1)
+    per_engine = -(-responses * config.rollout.tensor_model_parallel_size // ranks(config))
+    at_once = max(min(config.rollout.max_num_seqs, per_engine), 1)
     each = plan.kv_tokens / at_once
     sequences = plan.kv_tokens / (prompt + longest)
     what = (

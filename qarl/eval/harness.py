@@ -150,11 +150,13 @@ def sets_of(results: Results, asked: Sequence[str]) -> dict[str, dict[int, float
             for metric in sample["metrics"]:
                 values.setdefault(f"{metric},{sample['filter']}", []).append(sample[metric])
         for key, row in values.items():
-            said = results["results"][name].get(key)
-            if _is_mean(row, said):
+            reported = results["results"][name].get(key)
+            if _is_mean(row, reported):
                 sets[f"{name} {key.removesuffix(',none')}"] = dict(enumerate(map(float, row)))
             else:
-                say(f"{name} {key}: {said}; not in the table, because it is no mean over documents")
+                say(
+                    f"{name} {key}: {reported}; not in the table, because it is no mean over documents"
+                )
     if not sets:
         raise UserError(
             "no task has a metric that is a mean over documents", where=f"tasks={','.join(asked)}"
@@ -162,8 +164,8 @@ def sets_of(results: Results, asked: Sequence[str]) -> dict[str, dict[int, float
     return sets
 
 
-def _is_mean(row: Sequence[Any], said: Any) -> bool:
+def _is_mean(row: Sequence[Any], reported: Any) -> bool:
     try:
-        return math.isclose(fmean(row), said, rel_tol=1e-9, abs_tol=1e-12)
+        return math.isclose(fmean(row), reported, rel_tol=1e-9, abs_tol=1e-12)
     except TypeError:  # a perplexity has pairs
         return False

@@ -277,12 +277,12 @@ def published_forward(
     """
 
     def low_bit(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> torch.Tensor:
-        made: nn.Module
+        layer: nn.Module
         if isinstance(module, nn.Linear):
-            made = QuantLinear(module, scheme, qualified_name=name, kernels=kernels)
+            layer = QuantLinear(module, scheme, qualified_name=name, kernels=kernels)
         else:
-            made = QuantExperts(module, scheme, qualified_name=name)
-        result: torch.Tensor = made(*inputs)
+            layer = QuantExperts(module, scheme, qualified_name=name)
+        result: torch.Tensor = layer(*inputs)
         return result
 
     selected = owners(select_linears(model, scheme, ignore)[0])

@@ -68,9 +68,9 @@ def matrices(name: str, shape: tuple[int, ...]) -> Iterator[Matrix]:
     experts = shape[0]
     height = shape[1] // len(STACKS[leaf])
     for expert in range(experts):
-        for place, matrix in enumerate(STACKS[leaf]):
+        for index, matrix in enumerate(STACKS[leaf]):
             yield Matrix(
-                f"{owner}.{expert}.{matrix}", expert, slice(place * height, (place + 1) * height)
+                f"{owner}.{expert}.{matrix}", expert, slice(index * height, (index + 1) * height)
             )
 
 
@@ -129,7 +129,7 @@ def _stacks_of(
         if leaf != "weight_shape":
             by_matrix.setdefault((matrix, leaf), {})[int(expert)] = tensor
     count = max(len(by_expert) for by_expert in by_matrix.values())
-    made = []
+    stacked = []
     for stack, matrices_of_expert in STACKS.items():
         for leaf in dict.fromkeys(leaf for _, leaf in by_matrix):
             parts = [by_matrix.get((matrix, leaf), {}) for matrix in matrices_of_expert]
@@ -137,8 +137,8 @@ def _stacks_of(
             if any(part.keys() != set(range(count)) for part in parts) or len(alike) != 1:
                 return members
             rows = [torch.cat([part[expert] for part in parts]) for expert in range(count)]
-            made.append((f"{layer}.{stack}.{leaf}", torch.stack(rows)))
-    return made
+            stacked.append((f"{layer}.{stack}.{leaf}", torch.stack(rows)))
+    return stacked
 
 
 def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -233,7 +233,7 @@ class QuantExperts(QuantLayer):
     """Experts with `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I], both BF16. The activation function is SiLU."""
 
     WEIGHTS = tuple(STACKS)
-    MADE = ("_quantized", "_low_bit")
+    DERIVED = ("_quantized", "_low_bit")
     multiplies = "kernels of experts"
     stores_layout = True
     _quantized: dict[str, QuantizedStack] | None
@@ -277,7 +277,7 @@ class QuantExperts(QuantLayer):
         if self._quantized is None or self.stale:
             self.invalidate()
             with torch.no_grad():
-                made = {
+                quantized = {
                     leaf: quantize_stack(
                         getattr(self, leaf).detach(),
                         self.scheme,
@@ -287,9 +287,9 @@ class QuantExperts(QuantLayer):
                 }
                 with phase("prepare"):
                     self._low_bit = LowBitExperts.of(
-                        self.kernel, *(stack.tensors for stack in made.values())
+                        self.kernel, *(stack.tensors for stack in quantized.values())
                     )
-            self._quantized = made
+            self._quantized = quantized
             self._mark()
         return self._quantized
 
@@ -339,9 +339,9 @@ def check_experts(experts: nn.Module, name: str) -> None:
     """
     flags = {"has_gate": True, "is_concatenated": True, "has_bias": False, "is_transposed": False}
     wrong = [
-        f"{flag}={not wanted}"
-        for flag, wanted in flags.items()
-        if getattr(experts, flag, wanted) is not wanted
+        f"{flag}={not expected}"
+        for flag, expected in flags.items()
+        if getattr(experts, flag, expected) is not expected
     ]
     activation: Any = getattr(experts, "act_fn", None)
     probe = torch.linspace(-4.0, 4.0, 33, device="cpu")

@@ -69,8 +69,8 @@ class QuantLayer(nn.Module):
 
     WEIGHTS: ClassVar[tuple[str, ...]]
     """Names of the parameters that are quantized."""
-    MADE: ClassVar[tuple[str, ...]]
-    """Names of the attributes that are made from the weights. They are None until the first use."""
+    DERIVED: ClassVar[tuple[str, ...]]
+    """Names of the attributes that are computed from the weights. They are None until the first use."""
     multiplies: ClassVar[str]
     """What multiplies, in an error."""
     scheme: Scheme
@@ -157,10 +157,10 @@ class QuantLayer(nn.Module):
     def freeze(self) -> None:
         """Quantize the weights for the last time, and free them: their parameters move to the meta device. One copy of
         the low-bit tensors stays. Each forward or backward converts it if it has another layout."""
-        made = self.by_weight()
+        quantized = self.by_weight()
         self.stored = {}
         layout = self.kernel.layout if self.stores_layout else None
-        for name, weight in made.items():
+        for name, weight in quantized.items():
             tensors = to_layout(weight.tensors, layout, weight.shape)
             self.stored[name] = {
                 leaf: tensor for leaf, tensor in tensors.items() if leaf != "weight_shape"
@@ -170,7 +170,7 @@ class QuantLayer(nn.Module):
                 name,
                 nn.Parameter(getattr(self, name).detach().to("meta"), requires_grad=False),
             )
-        for attribute in self.MADE:
+        for attribute in self.DERIVED:
             setattr(self, attribute, None)
         self._mark()
 
@@ -201,14 +201,14 @@ class QuantLayer(nn.Module):
                 f"{self.qualified_name} is frozen, so its weights cannot be quantized again"
             )
         self._marks = ()
-        for name in self.MADE:
+        for name in self.DERIVED:
             setattr(self, name, None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the quantized tensors out of copies and pickles, because a kernel may own their memory."""
         if self.frozen:
             raise RuntimeError(f"{self.qualified_name} is frozen, so it cannot be copied")
-        return {**self.__dict__, "_marks": (), **dict.fromkeys(self.MADE)}
+        return {**self.__dict__, "_marks": (), **dict.fromkeys(self.DERIVED)}
 
     def check_input(self, dtype: torch.dtype) -> None:
         if dtype != torch.bfloat16:
@@ -257,7 +257,7 @@ class QuantLinear(QuantLayer, nn.Linear):
     """`nn.Linear` whose forward is a low-bit GEMM. Weight [N, K] and activations [..., K] are BF16."""
 
     WEIGHTS = ("weight",)
-    MADE = ("_quantized", "_dequantized", "prepared")
+    DERIVED = ("_quantized", "_dequantized", "prepared")
     multiplies = "low-bit kernels"
     _quantized: QuantizedTensor | None
     _dequantized: torch.Tensor | None
@@ -298,12 +298,12 @@ class QuantLinear(QuantLayer, nn.Linear):
             return QuantizedTensor.of(self.scheme, (self.out_features, self.in_features), tensors)
         if self._quantized is None or self.stale:
             with torch.no_grad():
-                made = quantize(
+                quantized = quantize(
                     self.weight.detach(), self.scheme, name=f"{self.qualified_name}.weight"
                 )
                 with phase("prepare"):
-                    self.prepared = self.kernel.prepare(made.tensors)
-            self._quantized = made
+                    self.prepared = self.kernel.prepare(quantized.tensors)
+            self._quantized = quantized
             self._dequantized = None
             self._mark()
         return self._quantized

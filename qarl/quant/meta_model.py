@@ -60,26 +60,26 @@ def restore_buffers(model: Any) -> list[str]:
         UserError: a buffer of the checkpoint was rounded, so its bits are lost.
     """
     wrong = wrong_buffers(model)
-    for name, wanted in wrong.items():
+    for name, expected in wrong.items():
         owner, _, last = name.rpartition(".")
         module: nn.Module = model.get_submodule(owner)
         have = dict(module.named_buffers(recurse=False))[last]
         if last in module._non_persistent_buffers_set:
-            setattr(module, last, wanted.to(have.device))
+            setattr(module, last, expected.to(have.device))
         elif (
-            have.shape == wanted.shape
-            and torch.promote_types(have.dtype, wanted.dtype) == have.dtype
+            have.shape == expected.shape
+            and torch.promote_types(have.dtype, expected.dtype) == have.dtype
         ):
-            setattr(module, last, have.to(wanted.dtype))
+            setattr(module, last, have.to(expected.dtype))
         else:
-            raise _wrong_buffer(name, have, wanted)
+            raise _wrong_buffer(name, have, expected)
     return list(wrong)
 
 
 def check_buffers(model: Any) -> None:
     """Raise UserError if a buffer has another dtype than transformers gives it, or other bits than its config says."""
-    for name, wanted in wrong_buffers(model).items():
-        raise _wrong_buffer(name, dict(model.named_buffers())[name], wanted)
+    for name, expected in wrong_buffers(model).items():
+        raise _wrong_buffer(name, dict(model.named_buffers())[name], expected)
 
 
 def wrong_buffers(model: Any) -> dict[str, torch.Tensor]:
@@ -88,12 +88,12 @@ def wrong_buffers(model: Any) -> dict[str, torch.Tensor]:
     Bits are compared unless the buffer is in the checkpoint (then the config does not say them) or on the meta device.
     """
     actual = dict(model.named_buffers())
-    wanted = fresh_buffers(model)
+    expected = fresh_buffers(model)
     stored = set(model.state_dict())
     wrong = {}
-    for name in actual.keys() & wanted.keys():
+    for name in actual.keys() & expected.keys():
         have = actual[name]
-        want = wanted[name]
+        want = expected[name]
         known = not (have.is_meta or want.is_meta or name in stored)
         if (
             have.dtype != want.dtype
@@ -115,10 +115,11 @@ def fresh_buffers(model: Any) -> dict[str, torch.Tensor]:
     return dict(fresh.named_buffers())
 
 
-def _wrong_buffer(name: str, have: Any, wanted: torch.Tensor) -> UserError:
+def _wrong_buffer(name: str, have: Any, expected: torch.Tensor) -> UserError:
+    built = f"transformers makes {expected.dtype} {tuple(expected.shape)}"
     return UserError(
         f"the model's buffer {name} is not what its config says",
-        where=f"{name}: {have.dtype} {tuple(have.shape)}, but transformers makes {wanted.dtype} {tuple(wanted.shape)}",
+        where=f"{name}: {have.dtype} {tuple(have.shape)}, but {built}",
         why="after the model was built, something cast it or wrote to it, so its forward would compute log-probs of "
         "another model than the rollout engine's",
         fix="load the model with from_pretrained(dtype=torch.bfloat16) and do not call .to(dtype), .half() or "

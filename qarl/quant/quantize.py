@@ -144,10 +144,10 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
     Raise UserError if the shape does not fit the scheme, or if `weight` contains a NaN or an Inf (this check costs one
     device synchronization).
     """
-    made, nonfinite = quantize_unchecked(weight, scheme, name=name)
+    quantized, nonfinite = quantize_unchecked(weight, scheme, name=name)
     if nonfinite.item():
         raise nonfinite_error(weight, name)
-    return made
+    return quantized
 
 
 @torch.no_grad()

@@ -163,18 +163,18 @@ class WeightShard:
         if len(rows) < padded:
             rows = torch.cat((rows, rows.new_zeros(padded - len(rows), *rows.shape[1:])))
         quantized, nonfinite = quantize_unchecked(rows.flatten(0, -2), self.scheme, name=self.name)
-        made = quantized.tensors
-        made.pop("weight_shape", None)
+        tensors = quantized.tensors
+        tensors.pop("weight_shape", None)
         if len(self.shape) == 3:
-            made = {name: tensor.unflatten(0, (padded, -1)) for name, tensor in made.items()}
+            tensors = {name: tensor.unflatten(0, (padded, -1)) for name, tensor in tensors.items()}
         layout = self._layout
         if (
             layout is not None
             and layout.fits(self.shape)
             and layout.fits((padded, *self.shape[1:]))
         ):
-            made = layout.convert(made)
-        self._store(made)
+            tensors = layout.convert(tensors)
+        self._store(tensors)
         self._versions = versions
         self.generation += 1
         return nonfinite
@@ -184,16 +184,16 @@ class WeightShard:
         self.drop()
         return nonfinite_error(_local(self.parameter).detach().to(torch.bfloat16), self.name)
 
-    def _store(self, made: Tensors) -> None:
+    def _store(self, tensors: Tensors) -> None:
         """Copy the tensors into one buffer. Those with the widest numbers come first, so that all are aligned."""
         slots: list[_Slot] = []
         end = 0
-        for name, tensor in sorted(made.items(), key=lambda item: -item[1].element_size()):
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
             slots.append(_Slot(name, tensor.dtype, tuple(tensor.shape), end, end + tensor.nbytes))
             end += tensor.nbytes
-        buffer = torch.empty(end, dtype=torch.uint8, device=next(iter(made.values())).device)
+        buffer = torch.empty(end, dtype=torch.uint8, device=next(iter(tensors.values())).device)
         for slot in slots:
-            slot.of(buffer).copy_(made[slot.name])
+            slot.of(buffer).copy_(tensors[slot.name])
         self._buffer, self._slots = buffer, tuple(slots)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], None]:

@@ -22,8 +22,8 @@ def sampled_log_probs(completion: Any) -> list[float]:
 def top_tokens(completion: Any) -> list[int]:
     """Return the likeliest token at each position."""
     flat = completion.logprobs
-    places = (range(*ends) for ends in zip(flat.start_indices, flat.end_indices, strict=True))
-    return [next(flat.token_ids[i] for i in position if flat.ranks[i] == 1) for position in places]
+    spans = (range(*ends) for ends in zip(flat.start_indices, flat.end_indices, strict=True))
+    return [next(flat.token_ids[i] for i in position if flat.ranks[i] == 1) for position in spans]
 
 
 def routed_experts(completion: Any) -> torch.Tensor:

@@ -38,7 +38,7 @@ from qarl.rollout.engine_config import (
 )
 from qarl.rollout.kernel_request import kernel_request
 from qarl.rollout.live_counts import LiveCounts
-from qarl.rollout.publish.adapters import PROBE, EngineAdapter, no_place
+from qarl.rollout.publish.adapters import PROBE, EngineAdapter, takes_no_adapter
 from qarl.rollout.publish.manifest import (
     Manifest,
     NamedTensor,
@@ -365,9 +365,9 @@ class RolloutEngine:
             EngineFailed: vLLM failed. Call `rebuild`, then publish the base and the adapter.
         """
         if self.adapter is None:
-            raise no_place("it was started without adapters", "set EngineConfig.adapters")
+            raise takes_no_adapter("it was started without adapters", "set EngineConfig.adapters")
         if not self.has_weights:
-            raise no_place(
+            raise takes_no_adapter(
                 "its base has not been published", "call publish with the tensors of the base first"
             )
         version = checked_version(version)

@@ -103,7 +103,7 @@ def compare_with_noise(
     """Compare the engine's log-probs with those of the trainer's closest forward.
 
     `log_probs`: runs the trainer's forward and returns FP32 log-probs [B, T]. `rollout`: the engine's log-probs [B, T].
-    `mask`: whether a place has a token, [B, T]."""
+    `mask`: whether a position has a token, [B, T]."""
     level = trained.limit_level
     roots = Roots()
     with ExitStack() as stack:

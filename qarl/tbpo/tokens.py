@@ -91,12 +91,14 @@ def _classes(
     kind = torch.stack([of_policy > math.log(edge) for edge in BINS]).sum(0)
     first = torch.where(advantage > 0, 0, len(CLASSES))[:, None]
     counts = valid & (advantage != 0)[:, None]
-    place = torch.where(counts, first + kind, len(_GROUPS)).flatten()
+    group_index = torch.where(counts, first + kind, len(_GROUPS)).flatten()
     size = log_ratio.abs().flatten()
     values = torch.stack([torch.ones_like(size), size, log_ratio.flatten()])
     # A product with zeros and ones: unlike index_add_ on GPUs, it sums in a fixed order.
-    members = (place[:, None] == torch.arange(len(_GROUPS), device=place.device)).double()
-    largest = size.new_zeros(len(_GROUPS) + 1).scatter_reduce(0, place, size, "amax")
+    members = (
+        group_index[:, None] == torch.arange(len(_GROUPS), device=group_index.device)
+    ).double()
+    largest = size.new_zeros(len(_GROUPS) + 1).scatter_reduce(0, group_index, size, "amax")
     keys = tuple(f"sum/{name}/{policy}{group}" for name in _SUMS for group in _GROUPS)
     largest_keys = tuple(f"max/moved/{policy}{group}" for group in _GROUPS)
     return {keys: (values @ members).flatten(), largest_keys: largest[:-1]}

@@ -258,34 +258,34 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The rows of a micro-batch in a forward. A place is an index into the flattened `input_ids`.
+    """The rows of a micro-batch in a forward. A slot is an index into the flattened `input_ids`.
 
     inputs      the model's keyword arguments; `input_ids` is [1, tokens] packed or [rows, T] padded
     valid       bool [rows, T]; whether the batch has a token here, and not padding
-    places      int64 [valid tokens]; the place of each of these tokens
-    predictors  int64 [response tokens]; the place whose logits predict each response token
+    slots       int64 [valid tokens]; the slot of each of these tokens
+    predictors  int64 [response tokens]; the slot whose logits predict each response token
     """
 
     inputs: dict[str, Any]
     valid: torch.Tensor
-    places: torch.Tensor
+    slots: torch.Tensor
     predictors: torch.Tensor
 
     @property
     def size(self) -> int:
-        """The number of places."""
+        """The number of slots."""
         return int(self.inputs["input_ids"].numel())
 
     def flatten(self, tokens: torch.Tensor, fill_value: int) -> torch.Tensor:
-        """Return [places, ...] from `tokens` [rows, T, ...]. Places without a token hold `fill_value`."""
+        """Return [slots, ...] from `tokens` [rows, T, ...]. Slots without a token hold `fill_value`."""
         flat = tokens.new_full((self.size, *tokens.shape[2:]), fill_value)
-        flat[self.places] = tokens[self.valid]
+        flat[self.slots] = tokens[self.valid]
         return flat
 
     def unflatten(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return [rows, T, ...] from `flat` [places, ...], with 0 where a row has no token."""
+        """Return [rows, T, ...] from `flat` [slots, ...], with 0 where a row has no token."""
         tokens = flat.new_zeros((*self.valid.shape, *flat.shape[1:]))
-        tokens[self.valid] = flat[self.places]
+        tokens[self.valid] = flat[self.slots]
         return tokens
 
 
@@ -303,7 +303,7 @@ def lay_out(batch: Batch, rows: Rows, *, packed: bool = True) -> Layout:
         positions = torch.arange(len(tokens), device=lengths.device) - starts.repeat_interleave(
             lengths
         )
-        places = torch.arange(len(tokens), device=lengths.device)
+        slots = torch.arange(len(tokens), device=lengths.device)
         missing = -len(tokens) % TOKEN_MULTIPLE
         if missing:  # a row of its own
             row_lengths = (*row_lengths, missing)
@@ -312,10 +312,10 @@ def lay_out(batch: Batch, rows: Rows, *, packed: bool = True) -> Layout:
         inputs = {"input_ids": row[None], "position_ids": positions[None]}
     else:
         starts = torch.arange(count, device=lengths.device) * width
-        places = valid.flatten().nonzero()[:, 0]
+        slots = valid.flatten().nonzero()[:, 0]
         inputs = {"input_ids": input_ids}
     mask = batch.response_mask[rows]
     offsets = torch.arange(mask.shape[1], device=mask.device)
     first_predictors = starts[:, None] + batch.prompt_lengths[rows, None] - 1
     predictors = (first_predictors + offsets)[mask]
-    return Layout(inputs | {"row_lengths": row_lengths}, valid, places, predictors)
+    return Layout(inputs | {"row_lengths": row_lengths}, valid, slots, predictors)

@@ -302,25 +302,29 @@ class Policy:
 
         If there are more than `LOGITS_AT_A_TIME` logits, or if they are FP32, they are computed in blocks of tokens."""
         inputs = dict(layout.inputs)
-        places = layout.predictors
+        predictors = layout.predictors
         if uses_engine_attention(self.model):
             # The engine's attention sums in different orders in the prefill of a prompt and in decoding.
             filler = inputs["row_lengths"][len(layout.valid) :]
             prompts = batch.prompt_lengths[rows]
             inputs["prompt_lengths"] = torch.cat([prompts, prompts.new_tensor(filler)])
-        if self.logits_in_blocks(len(places) if self.packed else layout.size):
+        if self.logits_in_blocks(len(predictors) if self.packed else layout.size):
             hidden = self.model.base_model(use_cache=False, **inputs).last_hidden_state.flatten(
                 0, 1
-            )[places]
+            )[predictors]
             weight = self.model.get_output_embeddings().weight
             if self.fp32_head:  # as in vLLM's LogitsProcessor, both operands are cast
                 return LogitsInBlocks(hidden.float(), weight.float())
             return LogitsInBlocks(hidden, weight)
         if not self.packed:
-            return WholeLogits(self.called(use_cache=False, **inputs).logits.flatten(0, 1)[places])
-        to_keep = F.pad(places, (0, -len(places) % TOKEN_MULTIPLE))
+            return WholeLogits(
+                self.called(use_cache=False, **inputs).logits.flatten(0, 1)[predictors]
+            )
+        to_keep = F.pad(predictors, (0, -len(predictors) % TOKEN_MULTIPLE))
         return WholeLogits(
-            self.called(use_cache=False, logits_to_keep=to_keep, **inputs).logits[0, : len(places)]
+            self.called(use_cache=False, logits_to_keep=to_keep, **inputs).logits[
+                0, : len(predictors)
+            ]
         )
 
     def logits_in_blocks(self, positions: int) -> bool:

@@ -49,8 +49,8 @@ def named_reward(spec: str, *, workers: int, timeout_s: float | None) -> Callabl
                 strict=True,
             )
         ]
-        places = [f"response {index} of a rollout, " for index in range(len(rows))]
-        return score_rows(reward, rows, places, timeout_s=timeout_s)
+        locations = [f"response {index} of a rollout, " for index in range(len(rows))]
+        return score_rows(reward, rows, locations, timeout_s=timeout_s)
 
     call.__name__ = spec.rpartition(":")[2]
     return call

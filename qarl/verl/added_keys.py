@@ -29,7 +29,7 @@ QUANT = "actor_rollout_ref.actor.fsdp_config.quant"
 CORRECTION = "actor_rollout_ref.actor.policy_loss.correction"
 OPEN = ("ray_kwargs.ray_init", "transfer_queue", "hydra", QUANT, CORRECTION)
 """Sections with defaults of which every key is passed on. The last two are checked by their own classes."""
-PLACES = {
+WRITTEN_AS = {
     "lora": f"+{QUANT}.lora={{r: 32}}, with vLLM's enable_lora (docs/do/verl.md has the whole command)",
     "quant": f"{QUANT}.KEY",
     "actor": "actor_rollout_ref.actor.KEY, or TBPO's bands as actor_rollout_ref.actor.policy_loss.KEY",
@@ -59,8 +59,8 @@ def unread_keys(composed: Any) -> Iterator[UserError]:
 
 def _advice(key: str) -> str:
     section, _, name = key.partition(".")
-    if key in describe_keys() and section in PLACES:
-        return f"write {PLACES[section].replace('KEY', name)}"
+    if key in describe_keys() and section in WRITTEN_AS:
+        return f"write {WRITTEN_AS[section].replace('KEY', name)}"
     guess = nearest_key(key, _dotted(_defaults()))
     return f"did you mean {guess}?" if guess else "remove it"
 

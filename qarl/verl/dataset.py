@@ -26,26 +26,26 @@ class Rows:
     """The rows of several files, one after another, with the methods of a `datasets.Dataset` that verl calls."""
 
     def __init__(
-        self, files: Sequence[Sequence[Mapping[str, Any]]], places: Sequence[tuple[int, int]]
+        self, files: Sequence[Sequence[Mapping[str, Any]]], locations: Sequence[tuple[int, int]]
     ) -> None:
-        """`places`: file and row of each row."""
+        """`locations`: file and row of each row."""
         self._files = files
-        self._places = places
+        self._locations = locations
         self._columns = list(dict.fromkeys(column for rows in files for column in rows[0]))
 
     @classmethod
     def read(cls, names: Sequence[str]) -> Rows:
         """Read files. Raise UserError if one cannot be read."""
         files = [read_rows(name) for name in names]
-        places = [(file, row) for file, rows in enumerate(files) for row in range(len(rows))]
-        return cls(files, places)
+        locations = [(file, row) for file, rows in enumerate(files) for row in range(len(rows))]
+        return cls(files, locations)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._locations)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a copy of a row, because verl changes the rows that it gets."""
-        file, row = self._places[index]
+        file, row = self._locations[index]
         values = copy.deepcopy(self._files[file][row])
         complete = {column: values.get(column) for column in self._columns}
         if complete.get(_SAMPLES, 1) is None:
@@ -53,7 +53,7 @@ class Rows:
         return complete
 
     def select(self, indices: Sequence[int]) -> Rows:
-        return Rows(self._files, [self._places[index] for index in indices])
+        return Rows(self._files, [self._locations[index] for index in indices])
 
     def filter(self, function: Callable[[dict[str, Any]], bool], **_: Any) -> Rows:
         """Return the rows for which `function` is true. verl's other arguments set processes and a progress bar."""

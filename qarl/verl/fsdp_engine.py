@@ -439,17 +439,20 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
 
 def register() -> None:
     """Register the engine with verl for each device and vendor that has no engine yet."""
-    for place in (
+    for hardware in (
         {"device": "cpu"},
         {"device": "cuda", "vendor": "nvidia"},
         {"device": "cuda", "vendor": "amd"},
     ):
         for backend in ("fsdp", "fsdp2"):
             try:
-                EngineRegistry.register("language_model", backend, **place)(QaRLFSDPEngine)
+                EngineRegistry.register("language_model", backend, **hardware)(QaRLFSDPEngine)
             except AssertionError as error:
                 _log.warning(
-                    "%s on %s keeps another package's engine, not QaRL's: %s", backend, place, error
+                    "%s on %s keeps another package's engine, not QaRL's: %s",
+                    backend,
+                    hardware,
+                    error,
                 )
 
 

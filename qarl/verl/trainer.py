@@ -286,7 +286,7 @@ class QaRLTrainerSync(PPOTrainerSync):
         if not count:
             return False
         seed = (self.config.data.get("seed") or 0) * 1_000_003 + self.global_steps
-        rows = [others[place] for place in drawn(len(others), count, seed).tolist()]
+        rows = [others[index] for index in drawn(len(others), count, seed).tolist()]
         sample = batch.select_keys([batch.keys[row] for row in rows])
         size = math.gcd(
             count // ranks,

@@ -85,9 +85,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def experts_tensors(model: torch.nn.Module) -> dict[str, graph_addresses.Place]:
+def experts_tensors(model: torch.nn.Module) -> dict[str, graph_addresses.TensorSlot]:
     """All tensors of the layers' experts: parameters, and what their methods and kernels have."""
-    tensors = graph_addresses.places(
+    tensors = graph_addresses.tensor_slots(
         {name: module for name, module in model.named_modules() if holds_experts(module)}
     )
     return {path: place for path, place in tensors.items() if not path.endswith("weight_shape")}

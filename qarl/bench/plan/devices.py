@@ -64,10 +64,10 @@ class Rates:
 
     def flop_per_s(self, scheme: str, rows: float) -> float:
         """Return the rate of the point in `product` whose number of rows is nearest to `rows`."""
-        wanted_rows = max(rows, 1)
+        target_rows = max(rows, 1)
 
         def distance(point: Measured) -> float:
-            return abs(math.log(point.rows / wanted_rows))
+            return abs(math.log(point.rows / target_rows))
 
         return min(self.product[scheme], key=distance).flop_per_s
 

@@ -248,9 +248,9 @@ def turn(
         *query.shape[:2], -1
     )
     turned = [tensor.clone(memory_format=torch.contiguous_format) for tensor in (query, key)]
-    places = torch.arange(query.shape[0] * query.shape[1])
-    rows = (tensor.view(len(places), -1) for tensor in turned)
-    torch.ops._C.rotary_embedding(places, *rows, size, table.reshape(len(places), size), True)
+    positions = torch.arange(query.shape[0] * query.shape[1])
+    rows = (tensor.view(len(positions), -1) for tensor in turned)
+    torch.ops._C.rotary_embedding(positions, *rows, size, table.reshape(len(positions), size), True)
     return turned[0], turned[1]
 
 

@@ -204,8 +204,8 @@ def pages(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     numbers = (counts.long() + PAGE - 1) // PAGE
     starts = numbers.cumsum(0) - numbers
-    places = torch.arange(int(numbers.max()))
-    table = torch.where(places < numbers[:, None], starts[:, None] + places, 0).to(torch.int32)
+    columns = torch.arange(int(numbers.max()))
+    table = torch.where(columns < numbers[:, None], starts[:, None] + columns, 0).to(torch.int32)
     slots = torch.cat(
         [
             start * PAGE + torch.arange(n)

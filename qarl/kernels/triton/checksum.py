@@ -39,12 +39,12 @@ def checksum_kernel(
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    place = tl.arange(0, BLOCK).to(tl.int64)
-    inner = tl.load(inner_ptr + place)
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
+    inner = tl.load(inner_ptr + offsets)
     magnitudes = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([1], tl.int64)
     for block in range(program, tl.cdiv(count, BLOCK), programs):
-        at = block * BLOCK + place
+        at = block * BLOCK + offsets
         words = tl.load(words_ptr + at, mask=at < count, other=0)
         if MASK != 0:
             carried = (words & MASK) + CARRY
@@ -73,9 +73,9 @@ def checksum_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 1)
     table_ptr += row
-    place = tl.arange(0, BLOCK)
-    words = tl.load(rows_ptr + row * BLOCK + place)
-    part = tl.sum(_mixed(words, tl.load(inner_ptr + place)), axis=0, keep_dims=True)
+    offsets = tl.arange(0, BLOCK)
+    words = tl.load(rows_ptr + row * BLOCK + offsets)
+    part = tl.sum(_mixed(words, tl.load(inner_ptr + offsets)), axis=0, keep_dims=True)
     outer = tl.load(table_ptr + count + lane)
     part = tl.where(outer != 0, _mixed(part, outer), part) + tl.load(table_ptr + 2 * count + lane)
     tl.atomic_add(result_ptr + tl.load(table_ptr + lane), part, sem="relaxed")

@@ -34,7 +34,7 @@ from qarl.kernels.triton.scaled_mm import (
     scaled_tile,
     store_scaled,
     takes_tma,
-    tile_place,
+    tile_coordinates,
 )
 from qarl.kernels.triton.tiles import Tile, choose
 from qarl.kernels.triton.w4a16 import (
@@ -69,7 +69,7 @@ def grouped_w4a16_kernel(
     SIZE: tl.constexpr,
 ):  # fmt: skip
     """Compute y [M, N]. The grid is `tiles_m` row tiles, used or not, times the tiles of N."""
-    tile_m, tile_n = tile_place(tl.program_id(0), tiles_m, tl.cdiv(N, BN))
+    tile_m, tile_n = tile_coordinates(tl.program_id(0), tiles_m, tl.cdiv(N, BN))
     expert, row, end = find_expert(tile_m, ends_ptr, experts, BM, SIZE)
     if expert < experts:
         column = tile_n * BN
@@ -90,7 +90,7 @@ def grouped_w4a16_backward_kernel(
     SIZE: tl.constexpr,
 ):  # fmt: skip
     """Compute dX [M, K] in tiles of BM by BK. The grid is `tiles_m` row tiles, used or not, times the tiles of K."""
-    tile_m, tile_k = tile_place(tl.program_id(0), tiles_m, tl.cdiv(K, BK))
+    tile_m, tile_k = tile_coordinates(tl.program_id(0), tiles_m, tl.cdiv(K, BK))
     expert, row, end = find_expert(tile_m, ends_ptr, experts, BM, SIZE)
     if expert < experts:
         column = tile_k * BK
@@ -113,7 +113,7 @@ def grouped_scaled_mm_kernel(
     ACC: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Compute y [M, N]. The last tile of an expert also computes rows of the next expert, but does not store them."""
-    tile_m, tile_n = tile_place(tl.program_id(0), tiles_m, tl.cdiv(N, BN))
+    tile_m, tile_n = tile_coordinates(tl.program_id(0), tiles_m, tl.cdiv(N, BN))
     expert, row, end = find_expert(tile_m, ends_ptr, experts, BM, SIZE)
     if expert < experts:
         column = tile_n * BN
@@ -269,8 +269,8 @@ def swiglu_backward_kernel(
     Bytes per element of grad: 10, + 1 for a quantized `a`, + 2 for `weighted`, at 4.3e12 B/s on H200.
     """
     row = tl.program_id(0).to(tl.int64)
-    place = tl.load(order_ptr + row)
-    weight = tl.load(weight_ptr + place)
+    slot = tl.load(order_ptr + row)
+    weight = tl.load(weight_ptr + slot)
     dot = tl.zeros([BLOCK], tl.float32)
     for start in range(0, cols, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -294,17 +294,17 @@ def swiglu_backward_kernel(
         slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
         tl.store(hidden_ptr + row * 2 * cols + column, to_bf16(grad * up * slope), mask=inside)
         tl.store(hidden_ptr + row * 2 * cols + cols + column, to_bf16(grad * silu), mask=inside)
-    tl.store(router_ptr + place, tl.sum(dot, axis=0))
+    tl.store(router_ptr + slot, tl.sum(dot, axis=0))
 
 
 @triton.jit
-def combine_kernel(rows_ptr, place_ptr, y_ptr, cols, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def combine_kernel(rows_ptr, slot_ptr, y_ptr, cols, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     """A program sums one block of a token's rows. Bytes per element: 2 * TOP_K + 2, at 4.3e12 B/s on H200."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for choice in range(TOP_K):
-        row = tl.load(place_ptr + token * TOP_K + choice)
+        row = tl.load(slot_ptr + token * TOP_K + choice)
         total += to_fp32(tl.load(rows_ptr + row * cols + column, mask=column < cols, other=0.0))
     tl.store(y_ptr + token * cols + column, to_bf16(total), mask=column < cols)
 
@@ -358,16 +358,16 @@ def swiglu_backward(
     return SwigluGradients(hidden, router, product)
 
 
-def combine(rows: torch.Tensor, place: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Sum BF16 `rows` [T k, N] in FP32 -> BF16 [T, N]. Token t has the rows `place`[t k], ..., `place`[t k + k - 1].
+def combine(rows: torch.Tensor, slot: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Sum BF16 `rows` [T k, N] in FP32 -> BF16 [T, N]. Token t has the rows `slot`[t k], ..., `slot`[t k + k - 1].
 
-    They are added in this order. `place` is int64 [T k].
+    They are added in this order. `slot` is int64 [T k].
     """
     y = rows.new_empty(len(rows) // top_k, rows.shape[1])
     cols = rows.shape[1]
     block = min(triton.next_power_of_2(cols), 1024)
     launch(
-        combine_kernel, (len(y), triton.cdiv(cols, block)), rows.contiguous(), place.contiguous(), y, cols,
+        combine_kernel, (len(y), triton.cdiv(cols, block)), rows.contiguous(), slot.contiguous(), y, cols,
         TOP_K=top_k, BLOCK=block, num_warps=4, **LAUNCH,
     )  # fmt: skip
     return y

@@ -36,7 +36,7 @@ from qarl.kernels.triton.tiles import (
 
 
 @triton.jit
-def tile_place(tile, tiles_m, tiles_n):
+def tile_coordinates(tile, tiles_m, tiles_n):
     """Return (row, column) of tile number `tile`.
 
     To reuse the L2 cache, tiles go column by column in bands of 8 rows.
@@ -107,19 +107,19 @@ def scaled_tile(
         x_rows = tl.minimum(tl.arange(0, BM), M - 1 - row)[:, None] * stride_xm
         w_rows = tl.minimum(tl.arange(0, BN), N - 1 - column)[:, None] * K
         for step in range(first, last):
-            places = (step * BK + columns)[None, :]
+            offsets = (step * BK + columns)[None, :]
             if EVEN_K:
-                x = tl.load(x_ptr + x_rows + places)
-                w = tl.load(w_ptr + w_rows + places)
+                x = tl.load(x_ptr + x_rows + offsets)
+                w = tl.load(w_ptr + w_rows + offsets)
             else:
                 x = tl.load(
-                    x_ptr + x_rows + places,
-                    mask=places < K,
+                    x_ptr + x_rows + offsets,
+                    mask=offsets < K,
                     other=0 if acc.dtype == tl.int32 else 0.0,
                 )
                 w = tl.load(
-                    w_ptr + w_rows + places,
-                    mask=places < K,
+                    w_ptr + w_rows + offsets,
+                    mask=offsets < K,
                     other=0 if acc.dtype == tl.int32 else 0.0,
                 )
             acc = multiply_8bit(w, x, acc, BK, FAST)
@@ -141,7 +141,7 @@ def scaled_mm_kernel(
     blocks = tl.cdiv(K, BK)
     if PERSISTENT:
         for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-            tile_m, tile_n = tile_place(tile, tiles_m, tiles_n)
+            tile_m, tile_n = tile_coordinates(tile, tiles_m, tiles_n)
             row = tile_m * BM
             column = tile_n * BN
             acc = scaled_tile(
@@ -169,7 +169,7 @@ def scaled_mm_kernel(
         part = tl.program_id(1)
         share = tl.cdiv(blocks, parts)
         last = tl.minimum(part * share + share, blocks)
-        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n)
+        tile_m, tile_n = tile_coordinates(tile, tiles_m, tiles_n)
         row = tile_m * BM
         column = tile_n * BN
         acc = scaled_tile(

@@ -99,8 +99,8 @@ def processors(device: torch.device) -> int:
 
 def parts(tile: Tile, tiles: int, blocks: int, device: torch.device) -> int:
     """Return the number of programs that share the `blocks` of a sum. If it is above 1, each gets at least 4 blocks."""
-    wanted = -(-tile.per_sm * processors(device) // max(tiles, 1))
-    count = max(1, min(wanted, blocks // 4))
+    target = -(-tile.per_sm * processors(device) // max(tiles, 1))
+    count = max(1, min(target, blocks // 4))
     return -(-blocks // -(-blocks // count))  # every program must get a block
 
 

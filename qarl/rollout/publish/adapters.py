@@ -184,7 +184,7 @@ class EngineAdapter:
             raise _lost(version, f"vLLM has the adapters {sorted(self.present())} now")
 
 
-def no_place(why: str, fix: str) -> UserError:
+def takes_no_adapter(why: str, fix: str) -> UserError:
     """Return the error of an engine that takes no adapter."""
     return UserError("the rollout engine takes no adapter", why=why, fix=fix)
 

@@ -154,8 +154,8 @@ class _Plan(NamedTuple):
 def _plan(sizes: tuple[int, ...], device: torch.device) -> _Plan:
     rows = torch.tensor([max(-(-size // _ROW), 1) for size in sizes])
     owners = torch.repeat_interleave(torch.arange(len(sizes)), rows)
-    places = torch.arange(len(owners)) - (rows.cumsum(0) - rows)[owners]
-    outer = weights(2, 1 << int(rows.max()).bit_length(), torch.device("cpu"))[places]
+    row_numbers = torch.arange(len(owners)) - (rows.cumsum(0) - rows)[owners]
+    outer = weights(2, 1 << int(rows.max()).bit_length(), torch.device("cpu"))[row_numbers]
     start = torch.tensor([sizes, [0] * len(sizes)])
     return _Plan(
         tuple(rows.tolist()),
@@ -183,15 +183,13 @@ def unit_checksums(tensors: Sequence[Tensor], *, finite: bool = False) -> Tensor
             _WAYS[way]([tensors[i].detach() for i in numbers], finite).to(device, non_blocking=True)
         )
     together = torch.cat(results, 1) if len(results) > 1 else results[0]
-    places = tuple(i for numbers in groups.values() for i in numbers)
-    return (
-        together if places == tuple(range(len(tensors))) else together[:, _inverse(places, device)]
-    )
+    order = tuple(i for numbers in groups.values() for i in numbers)
+    return together if order == tuple(range(len(tensors))) else together[:, _inverse(order, device)]
 
 
 @lru_cache(maxsize=1024)
-def _inverse(places: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(places).argsort().to(device)
+def _inverse(order: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(order).argsort().to(device)
 
 
 def _way(tensor: Tensor) -> str:
@@ -272,7 +270,7 @@ def _row_table(
     dtypes: tuple[torch.dtype | None, ...],
     device: torch.device,
 ) -> Tensor:
-    """Return the table of `add_row_checksums`. `numbers`: the places of the tensors among all."""
+    """Return the table of `add_row_checksums`. `numbers`: the index of each tensor among all."""
     from qarl.kernels.triton.checksum import lanes
 
     plan = _plan(sizes, torch.device("cpu"))

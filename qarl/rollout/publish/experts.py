@@ -39,14 +39,14 @@ STORED = {"gate_up_proj": "w13", "down_proj": "w2"}
 _EXPERTS = ".routed_experts"
 
 
-def place_of(owner: str, modules: Container[str]) -> str | None:
+def module_of(owner: str, modules: Container[str]) -> str | None:
     """Return the engine's module for the published stack `owner`, or None if `owner` is not a stack of experts."""
     parent, _, stack = owner.rpartition(".")
-    place = f"{parent}{_EXPERTS}"
-    return place if stack in STORED and place in modules else None
+    module = f"{parent}{_EXPERTS}"
+    return module if stack in STORED and module in modules else None
 
 
-def place_in_layer(owner: str) -> int:
+def stack_number(owner: str) -> int:
     """Return a sort key for a layer's stacks: the order of `STORED`."""
     return list(STORED).index(owner.rpartition(".")[2])
 
@@ -165,10 +165,10 @@ def _load_one_by_one(layer: Any, stacks: Part) -> None:
     for name, stack in stacks.items():
         shards = {"w1": 0, "w3": 1} if name.startswith("w13") else {"w2": 0}
         for expert, tensor in enumerate(stack):
-            for shard, place in shards.items():
+            for shard, part in shards.items():
                 parameter = getattr(layer, name)
                 parameter.weight_loader(
-                    parameter, tensor.chunk(len(shards))[place], name, shard, expert
+                    parameter, tensor.chunk(len(shards))[part], name, shard, expert
                 )
 
 

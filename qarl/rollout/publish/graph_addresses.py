@@ -42,10 +42,10 @@ _PLAIN = (str, bytes, int, float, type, type(None), torch.dtype, torch.device)
 Put = Callable[[torch.Tensor], object]
 
 
-class Place(NamedTuple):
-    """A tensor in a model. `memory` shares its memory, even if `tensor.data` is replaced. While a Place exists, no
-    other tensor can get its address. `put` assigns a tensor to the same place. It is None for parameters and
-    buffers, which vLLM puts back itself, and for places that cannot be assigned to."""
+class TensorSlot(NamedTuple):
+    """A tensor in a model. `memory` shares its memory, even if `tensor.data` is replaced. While a TensorSlot exists,
+    no other tensor can get its address. `put` assigns a tensor to the slot. It is None for parameters and buffers,
+    which vLLM puts back itself, and for slots that cannot be assigned to."""
 
     tensor: torch.Tensor
     memory: torch.Tensor
@@ -70,9 +70,9 @@ def on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def places(modules: Mapping[str, nn.Module]) -> dict[str, Place]:
+def tensor_slots(modules: Mapping[str, nn.Module]) -> dict[str, TensorSlot]:
     """Return every tensor with elements that is reachable from `modules`, by its path."""
-    by_path: dict[str, Place] = {}
+    by_path: dict[str, TensorSlot] = {}
     seen: set[int] = set()
     stack: list[tuple[str, Any, Put | None]] = [
         (name, module, None) for name, module in modules.items()
@@ -81,7 +81,7 @@ def places(modules: Mapping[str, nn.Module]) -> dict[str, Place]:
         path, value, put = stack.pop()
         if isinstance(value, torch.Tensor):
             if value.numel() and value.device.type != "meta":
-                by_path[path] = Place(value, value.detach(), put)
+                by_path[path] = TensorSlot(value, value.detach(), put)
         elif id(value) not in seen:
             seen.add(id(value))
             below = [
@@ -97,9 +97,9 @@ def places(modules: Mapping[str, nn.Module]) -> dict[str, Place]:
 def addresses_kept(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     """In this context vLLM may reload `modules`. Afterwards, put each tensor that was replaced by one of the same dtype
     and layout back to its place, with the new values."""
-    before = places(modules)
+    before = tensor_slots(modules)
     yield
-    after = places(modules)
+    after = tensor_slots(modules)
     for path, old in before.items():
         new = after.get(path)
         if (
@@ -121,16 +121,16 @@ def as_vllm_loads(vllm_config: Any, modules: Mapping[str, nn.Module]) -> Iterato
     vLLM's model loader sets the default dtype too, because layers read it when they process loaded weights."""
     from vllm.config import set_current_vllm_config
 
-    in_place = nullcontext() if on_cpu() else addresses_kept(modules)
-    with set_current_vllm_config(vllm_config), default_dtype_kept(), in_place:
+    addresses = nullcontext() if on_cpu() else addresses_kept(modules)
+    with set_current_vllm_config(vllm_config), default_dtype_kept(), addresses:
         torch.set_default_dtype(vllm_config.model_config.dtype)
         yield
 
 
-def moved(before: Mapping[str, Place], after: Mapping[str, Place]) -> list[str]:
-    """Return the paths of `before` whose tensors are no longer in the model. Both arguments are results of `places`."""
-    present = {place.address for place in after.values()}
-    return [path for path, place in before.items() if place.address not in present]
+def moved(before: Mapping[str, TensorSlot], after: Mapping[str, TensorSlot]) -> list[str]:
+    """Return the paths of `before` whose tensors are no longer in the model. `tensor_slots` returns both arguments."""
+    present = {slot.address for slot in after.values()}
+    return [path for path, slot in before.items() if slot.address not in present]
 
 
 def _layout(tensor: torch.Tensor) -> Any:

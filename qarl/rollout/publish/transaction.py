@@ -63,7 +63,7 @@ class EngineWeights:
         self.under_way: int | None = None
         """The version of the publish that has begun and not ended."""
         self._checks_addresses = graph_addresses.graphs_captured(vllm_config)
-        self._places: dict[str, graph_addresses.Place] = {}
+        self._slots: dict[str, graph_addresses.TensorSlot] = {}
 
     @classmethod
     def of_runner(cls, runner: Any, expected: Manifest, *, direct: bool = True) -> EngineWeights:
@@ -119,9 +119,9 @@ class EngineWeights:
         note_older(version, self.version)
         self.under_way = version
         self.mark_stale(f"the publish of version {version} did not complete", doubt=False)
-        earlier_moves = bool(self._places)  # those of a publish that was aborted count too
+        earlier_moves = bool(self._slots)  # those of a publish that was aborted count too
         if self._checks_addresses and not earlier_moves:
-            self._places = graph_addresses.places({"model": self.model})
+            self._slots = graph_addresses.tensor_slots({"model": self.model})
 
     def finish(self) -> None:
         """End a complete publish: the engine may generate."""
@@ -154,9 +154,9 @@ class EngineWeights:
         """Raise TensorsMoved if a publish has moved a tensor that one of vLLM's CUDA graphs can have captured."""
         if not self._checks_addresses:
             return
-        before = self._places
-        self._places = {}
-        lost = graph_addresses.moved(before, graph_addresses.places({"model": self.model}))
+        before = self._slots
+        self._slots = {}
+        lost = graph_addresses.moved(before, graph_addresses.tensor_slots({"model": self.model}))
         if not lost:
             return
         shown = ", ".join(lost[:4])

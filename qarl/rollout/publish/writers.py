@@ -104,7 +104,7 @@ DERIVED = {
 
 
 class WritePlan:
-    """The place of every tensor of `expected` in the engine's `model`, and the way to write it.
+    """The module of the engine's `model` for every tensor of `expected`, and the way to write it.
 
     `direct=False`: use vLLM's layerwise reload for all modules except those that it would corrupt.
 
@@ -122,14 +122,14 @@ class WritePlan:
         self.modules = dict(without_wrappers(model))
         wrapped = [module for name, module in model.named_modules() if name.endswith(WRAPPED)]
         self._inner = dict.fromkeys(wrapped, loaded_below(WRAPPED))
-        for target in self._place_all(expected):
+        for target in self._find_targets(expected):
             target.cut = cut_of(target.module, len(target.parts))
             if holds_experts(target.module):
-                target.parts.sort(key=experts.place_in_layer)
+                target.parts.sort(key=experts.stack_number)
             target.stored = self._stored_layer(target, expected, direct)
         self._check_all_written(expected)
 
-    def _place_all(self, expected: Manifest) -> Collection[Target]:
+    def _find_targets(self, expected: Manifest) -> Collection[Target]:
         """Find the module of each published tensor, for `by_owner`. Return the modules."""
         fused: dict[str, list[str]] = getattr(self.model, "packed_modules_mapping", {})
         fused_into: dict[str, str] = {}
@@ -140,15 +140,15 @@ class WritePlan:
             owner = name.rpartition(".")[0]
             if owner in self.by_owner:
                 continue
-            place = _place(owner, self.modules, fused_into)
-            if place is None:
+            found = _module_of(owner, self.modules, fused_into)
+            if found is None:
                 raise UserError(
                     f"{name} has no place in the engine's model",
                     where=type(self.model).__name__,
                     why=f"the engine's model has neither a module {owner} nor a fused layer that contains it",
                     fix="use a different model, and report this one: QaRL cannot publish to its family yet",
                 )
-            target = targets.setdefault(place, Target(place, self.modules[place]))
+            target = targets.setdefault(found, Target(found, self.modules[found]))
             target.parts.append(owner)
             self.by_owner[owner] = target
         return targets.values()
@@ -207,9 +207,9 @@ class WritePlan:
             is_derived = owner in reloaded and leaf != "bias"
             if is_derived or (owner, leaf) in published:
                 storages.add(tensor.data_ptr())
-        left = [place for place, tensor in tensors.items() if tensor.data_ptr() not in storages]
+        left = [path for path, tensor in tensors.items() if tensor.data_ptr() not in storages]
         if left:
-            shown = ", ".join(".".join(place) for place in left[:4])
+            shown = ", ".join(".".join(path) for path in left[:4])
             if len(left) > 4:
                 shown += f" and {len(left) - 4} more"
             raise UserError(
@@ -276,13 +276,13 @@ class WritePlan:
                 loader.load_weights(others.items())
 
 
-def _place(
+def _module_of(
     owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str, str]
 ) -> str | None:
     """Return the engine's module for the checkpoint module `owner`: the first that exists of the experts' module, the
     fused layer, the module of the same name, and its nearest parent. Return None if none exists."""
-    if place := experts.place_of(owner, modules):
-        return place
+    if module := experts.module_of(owner, modules):
+        return module
     parent, _, leaf = owner.rpartition(".")
     fused = f"{parent}.{fused_into[leaf]}" if leaf in fused_into else None
     if fused in modules:

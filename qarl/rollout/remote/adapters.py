@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from qarl.lora.adapter import Adapter
-from qarl.rollout.publish.adapters import EngineAdapter, no_place
+from qarl.rollout.publish.adapters import EngineAdapter, takes_no_adapter
 from qarl.rollout.publish.manifest import Manifest, NamedTensor
 from qarl.rollout.publish.transaction import EngineWeights
 
@@ -32,7 +32,7 @@ class AdapterTarget:
     def begin(self, record: Record) -> None:
         self.adapter.mark_stale("the publish of an adapter did not complete")
         if self.base.stale:
-            raise no_place(
+            raise takes_no_adapter(
                 "its base has not been published",
                 "run the same command again: it publishes the base first",
             )

@@ -31,7 +31,7 @@ engine (verl/checkpoint_engine/delta_sync) sends four bytes per position.
 Values are absolute, so applying a payload twice does no harm. A payload does not say which tensor it is for. So the
 receiver then compares the checksum of the whole tensor (`qarl.rollout.remote.receive`).
 
-`qarl.rollout.remote.wire` sends changes (`send_changes`) and applies them (`receive_changes`).
+`qarl.rollout.remote.wire` sends changes (`send_changes`), and `qarl.rollout.remote.weights` applies them.
 """
 
 from __future__ import annotations

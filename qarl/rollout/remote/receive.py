@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from qarl.rollout.publish.adapters import EngineAdapter, no_place
+from qarl.rollout.publish.adapters import EngineAdapter, takes_no_adapter
 from qarl.rollout.publish.checksum import unit_checksums
 from qarl.rollout.publish.manifest import Manifest, NamedTensor, TensorSpec, check_specs, unit_of
 from qarl.rollout.publish.transaction import EngineWeights
@@ -169,7 +169,7 @@ class StreamReceiver:
             return self._weights
         if self._adapter is None:
             fix = "leave actor_rollout_ref.rollout.engine_kwargs.vllm.enable_lora to QaRL"
-            raise no_place("it was started without adapters", fix)
+            raise takes_no_adapter("it was started without adapters", fix)
         return self._adapter
 
     def _end_unit(self, digests: torch.Tensor) -> None:

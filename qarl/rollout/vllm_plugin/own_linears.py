@@ -116,13 +116,13 @@ class _Own:
     def why_not(format: str, shape: tuple[int, int]) -> str | None:
         """Return why QaRL's kernel does not multiply a weight [N, K] in this engine, or None if it does. `format`:
         compressed-tensors' name for the layout of the weights that the class takes."""
-        wanted = requested()
-        if wanted is None:
+        request = requested()
+        if request is None:
             return "quant.kernels=engine"
-        if get_scheme(wanted.scheme).format != format:
-            return f"the scheme is {wanted.scheme}"
+        if get_scheme(request.scheme).format != format:
+            return f"the scheme is {request.scheme}"
         device = torch.device(current_platform.device_type)
-        return _asked_kernel(wanted).unavailable(device, shape)
+        return _asked_kernel(request).unavailable(device, shape)
 
     @property
     def own(self) -> Any:
@@ -167,14 +167,14 @@ class QaRLInt4LinearKernel(_Own, MPLinearKernel):
 
     def write(self, layer: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace the weight of `layer` by the wire tensors `weight_packed` and `weight_scale`."""
-        for name, made in zip(
+        for name, prepared in zip(
             (self.w_q_name, self.w_s_name), self.own.prepare(tensors), strict=True
         ):
             parameter = layer.get_parameter(name)
-            if parameter.dtype == made.dtype and parameter.shape == made.shape:
-                parameter.data.copy_(made)  # a CUDA graph may have captured the address
+            if parameter.dtype == prepared.dtype and parameter.shape == prepared.shape:
+                parameter.data.copy_(prepared)  # a CUDA graph may have captured the address
             else:
-                parameter.data = made
+                parameter.data = prepared
 
     def apply_weights(
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -272,17 +272,17 @@ def _read_environment_again() -> None:
         envs.enable_envs_cache()
 
 
-def check_in_use(model: nn.Module, wanted: KernelRequest | None) -> None:
-    """Raise UserError if a quantized linear of the engine's `model` has a kernel other than `wanted` says."""
+def check_in_use(model: nn.Module, request: KernelRequest | None) -> None:
+    """Raise UserError if a quantized linear of the engine's `model` has a kernel other than `request` says."""
     for name, module in model.named_modules():
         scheme: Any = getattr(module, "scheme", None)
         kernel = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
-        if kernel is not None and wanted != (kernel.request if isinstance(kernel, _Own) else None):
+        if kernel is not None and request != (kernel.request if isinstance(kernel, _Own) else None):
             raise UserError(
                 f"vLLM chose {type(kernel).__name__} for a layer",
                 where=name,
                 why="the trainer multiplies with QaRL's own kernel"
-                if wanted
+                if request
                 else "quant.kernels=engine",
                 fix=f"unset {_DISABLED}, or set quant.kernels=engine",
             )

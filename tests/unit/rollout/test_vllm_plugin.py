@@ -133,7 +133,7 @@ def test_a_compiled_mixture_is_refused(tmp_path: Path) -> None:
         ):
             config: Any = SimpleNamespace(
                 backend=backend,
-                quant=SimpleNamespace(kernels=KernelChoice.ENGINE),
+                quant=SimpleNamespace(kernels=KernelChoice.ENGINE, scheme="w4a16"),
                 rollout=SimpleNamespace(enforce_eager=enforce_eager),
             )
             with pytest.raises(UserError, match="cannot compile") if refused else nullcontext():

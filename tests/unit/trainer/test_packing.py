@@ -166,7 +166,7 @@ def test_a_layout_by_hand():
     assert layout.inputs["input_ids"].tolist() == [ids + [0] * 53]
     assert layout.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, *range(53)]]
     assert layout.inputs["row_lengths"] == (5, 6, 53)
-    assert layout.places.tolist() == list(range(11)) and layout.predictors.tolist() == [1, 2, 3, 9]
+    assert layout.slots.tolist() == list(range(11)) and layout.predictors.tolist() == [1, 2, 3, 9]
     padded = lay_out(batch, rows, packed=False)
     assert padded.inputs["input_ids"].tolist() == batch.input_ids[rows].tolist()
     assert padded.inputs["row_lengths"] == (5, 6)

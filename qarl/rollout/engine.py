@@ -31,11 +31,7 @@ from qarl.rollout import engine_config, open_engines, vllm_plugin
 from qarl.rollout.adapter_spec import servable
 from qarl.rollout.chosen_kernel import own_kernels
 from qarl.rollout.completions import routed_experts, sampled_log_probs, top_tokens
-from qarl.rollout.engine_config import (
-    EngineConfig,
-    SamplingConfig,
-    eager,
-)
+from qarl.rollout.engine_config import EngineConfig, SamplingConfig, eager
 from qarl.rollout.kernel_request import kernel_request
 from qarl.rollout.live_counts import LiveCounts
 from qarl.rollout.publish.adapters import PROBE, EngineAdapter, takes_no_adapter

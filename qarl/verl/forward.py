@@ -29,6 +29,7 @@ last bits, by up to 1.2e-6 if everything else is equal.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ from verl.utils import tensordict_utils as tu
 from qarl.checks.model import has_plain_head, no_fp32_head
 from qarl.kernels.cpu import bf16_linear
 from qarl.kernels.log_probs import chosen_log_probs, log_probs_and_entropies
+from qarl.progress import live
 from qarl.step.routing import RoutingReplay
 
 _OTHER_OUTPUTS = (
@@ -250,3 +252,10 @@ def as_forward(routed: Any, input_ids: torch.Tensor) -> torch.Tensor:
         valid = columns[None, :] < lengths[:, None]
         routing[valid.to(routing.device)] = values
     return routing.flatten(0, 1)
+
+
+def forwarding(name: str, data: Any, rank: int) -> AbstractContextManager[Any]:
+    """Return a context in which the first rank says, a line a minute, how many of its responses have been forwarded."""
+    if rank:
+        return nullcontext()
+    return live.phase(f"{name} (rank 0)", total=len(data), unit="responses")

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -59,12 +58,7 @@ from qarl.verl.ask_servers import Watch, refuse_dead_servers, servers_have_base
 from qarl.verl.config_classes import QuantFSDPEngineConfig
 from qarl.verl.engine_checks import check_engine_config
 from qarl.verl.keys import LOSS_MODES
-from qarl.verl.loss import (
-    MICRO_BATCH,
-    MicroBatch,
-    loss_mode,
-    refuse_hidden_mismatch,
-)
+from qarl.verl.loss import MICRO_BATCH, MicroBatch, loss_mode, refuse_hidden_mismatch
 from qarl.verl.optimizer import build_optimizer, chosen_optimizer
 from qarl.verl.publication import encoded, publication, publish_timeout, reserved
 from qarl.verl.state_record import check_files, check_record, save_record
@@ -248,7 +242,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
 
     def infer_batch(self, data: Any, loss_function: Callable[..., Any] | None = None) -> Any:
         self.steps.asked = True
-        with self._progress("log-probs", data):
+        with forward.forwarding("log-probs", data, self.rank):
             return super().infer_batch(data, loss_function)
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
@@ -257,7 +251,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             return super().train_batch(data, loss_function)
         tu.maybe_fix_3d_position_ids(data)
         step = self.steps.begin(data)
-        with self._progress("updating by a mini-batch", data):
+        with forward.forwarding("updating by a mini-batch", data, self.rank):
             outputs = self._train_mini_batch(step, data, loss_function)
         # In verl `update_lr_scheduler` is true only for the last mini-batch of a step.
         if tu.get(data, key="update_lr_scheduler", default=True):
@@ -344,12 +338,6 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if warning is not None:
             _log.warning(warning)
         return warning is not None
-
-    def _progress(self, name: str, data: Any) -> AbstractContextManager[Any]:
-        """Say a line a minute, in the first rank, how many of this rank's responses have been forwarded."""
-        if self.rank:
-            return nullcontext()
-        return live.phase(f"{name} (rank 0)", total=len(data), unit="responses")
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         outputs = self._forward_step(micro_batch, loss_function, forward_only)

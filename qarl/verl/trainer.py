@@ -1,4 +1,4 @@
-"""verl's synchronous trainer and its sampler (replay buffer).
+"""verl's synchronous trainer. Its sampler is in `qarl.verl.sampler`.
 
 The trainer, `qarl_sync`, also saves by time and can skip the pass that recomputes the old log-probs. QaRL's configs
 choose it by `trainer.v1.trainer_mode`. `qarl.step.old_log_probs` explains when the pass is skipped and what is
@@ -22,14 +22,6 @@ checked (`actor.old_log_probs`). These methods of verl's trainer are overridden:
 verl computes `actor/entropy` in the pass. In a step without the pass, it is the entropy of the sampled rows, or is
 missing if no rows were sampled. verl divides a step's rows into equal, contiguous shares, one per rank. Each rank takes
 its mini-batches from its share in order, unless `actor.shuffle` is set.
-
-`trainer.v1.sampler.custom_sampler` chooses the sampler. It differs from verl 0.9.1 in three ways:
-
-- It polls the progress of the rollout more often. verl sleeps two seconds between polls, which is longer than a step of
-  a small model.
-- A group without all its responses is an error, and so is a process that dies. verl would train on the responses that
-  are finished, which are mostly short ones.
-- It counts preemptions. verl adds the metrics that a sampler returns to those of the step.
 """
 
 from __future__ import annotations
@@ -39,8 +31,7 @@ import json
 import logging
 import math
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,40 +40,24 @@ import torch
 import transfer_queue as tq
 from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
 from qarl.checkpoint.run_folder import RunFolder
 from qarl.checkpoint.storage import write_json
-from qarl.errors import UserError
 from qarl.metrics.validation import answers_metrics
 from qarl.progress import live
-from qarl.progress.phases import Sampled
 from qarl.step.old_log_probs import PassSchedule, differing_tokens, drawn, sample_size
 from qarl.verl.advantages import rows_of_equal_rewards
-from qarl.verl.ask_servers import (
-    ANSWER_SECONDS,
-    RESUME,
-    Preemptions,
-    Watch,
-    has_stopped,
-    reward_refusal,
-)
 from qarl.verl.config_classes import QuantSettings
 from qarl.verl.loss import DIFFERING, RELIES
-from qarl.verl.refusals import Conflict, refuse
 from qarl.verl.response_ends import corrected_metrics, end_tokens
+from qarl.verl.sampler import PromptReplayBuffer as PromptReplayBuffer  # configs name it here
 from qarl.verl.saving import Saving
 
 COUNTS = "old_log_probs.json"
 """File in verl's folder of a checkpoint, with the counts of `auto`."""
-POLL_SECONDS = 0.05
-WATCH_SECONDS = 5.0
-COUNT_SECONDS = 1.0
-"""Seconds between two counts of what has been sampled, for the line of progress."""
-
 _log = logging.getLogger("qarl.verl")
 _log.setLevel(logging.INFO)
 
@@ -395,99 +370,3 @@ def answer_figures(data_sources: Sequence[str], infos: Mapping[str, Sequence[Any
 def is_figure(value: Any) -> bool:
     """Return whether verl takes the mean of such values: numbers and truth values, not None and text."""
     return isinstance(value, bool | int | float | np.number | np.bool_)
-
-
-class PromptReplayBuffer(ReplayBuffer):
-    """The sampler for `trainer.v1.trainer_mode=sync`.
-
-    It does not support `filter_groups` and `sync_refill_failed_groups`, which only verl's own samplers implement. Raise
-    UserError if one of them is set in `trainer.v1.sampler.sampler_kwargs`, or if the trainer mode is not sync.
-    """
-
-    def __init__(self, **kwargs: Any) -> None:
-        refuse(self._conflicts(kwargs))
-        super().__init__(**{"poll_interval": POLL_SECONDS, **kwargs})
-        self._watch = Watch()
-        self._watched = time.monotonic()
-        self._preemptions = Preemptions()
-        self._partition = "train"
-        self._sampled = Sampled(0, 0, 0)
-        self._counted = time.monotonic()
-
-    @staticmethod
-    def _conflicts(arguments: Mapping[str, Any]) -> Iterator[Conflict]:
-        others = "null to trainer.v1.sampler.custom_sampler.path and .name, which chooses verl's own sampler"
-        why = "QaRL's sampler would ignore it, and only verl's own samplers implement it"
-        mode = arguments.get("trainer_mode", "sync")
-        if mode != "sync":
-            yield Conflict("trainer.v1.trainer_mode", mode, f"sync; it, or {others}", why)
-        asked = arguments.get("sampler_kwargs") or {}
-        keys = {
-            "filter_groups": "algorithm.filter_groups.enable",
-            "sync_refill_failed_groups": "trainer.v1.sampler.sync_refill_failed_groups",
-        }
-        for name, key in keys.items():
-            if asked.get(name):
-                yield Conflict(key, True, f"False; it, or {others}", why)
-
-    def sample(
-        self, global_steps: int, partition_id: str, batch_size: int
-    ) -> tuple[Any, dict[str, Any]]:
-        """Return verl's batch and metrics. For training batches, add `rollout/preemptions` if servers report it."""
-        self._partition = partition_id
-        self._sampled = Sampled(0, 0, 0)
-        with live.phase(
-            "sampling", total=batch_size, unit="prompts", measure=lambda: self._sampled
-        ):
-            batch, metrics = super().sample(global_steps, partition_id, batch_size)
-        preemptions = (
-            self._preemptions.since_last()
-        )  # also in evaluations, so that the next batch counts only its own
-        if partition_id == "val" or preemptions is None:
-            return batch, metrics
-        if preemptions:
-            what = "%d times vLLM interrupted a response and computed it again, because the KV cache is too small"
-            keys = "actor_rollout_ref.rollout.gpu_memory_utilization (on CPU engine_kwargs.vllm.kv_cache_memory_bytes)"
-            _log.warning(f"{what}: raise {keys} or lower max_num_seqs", preemptions)
-        return batch, metrics | {"rollout/preemptions": float(preemptions)}
-
-    def _sync_metadata_from_transfer_queue(self) -> None:
-        super()._sync_metadata_from_transfer_queue()
-        failed = sorted(uid for uids in self.failure_keys.values() for uid in uids)
-        if failed:
-            self._watch.ask(again=True)
-            if dead := self._watch.dead(ANSWER_SECONDS):
-                what = f"a process that generates has stopped, and {len(failed)} prompts lack responses"
-                raise has_stopped(what, dead)
-            if cause := reward_refusal(ANSWER_SECONDS):
-                what = str(cause["what"])
-                fix = f"{cause['fix']}; then {RESUME}"
-                raise UserError(what, where=cause["where"], why=cause["why"], fix=fix)
-            raise UserError(
-                f"responses to {len(failed)} of the prompts could not be generated",
-                where=", ".join(failed[:4]),
-                why="the engine or the agent loop raised an error (Error in _run_prompt in the log); an update from "
-                "the remaining responses would favour short ones",
-                fix=f"fix the cause and {RESUME}",
-            )
-        if time.monotonic() - self._counted > COUNT_SECONDS:
-            self._counted = time.monotonic()
-            self._sampled = self._count()
-        if time.monotonic() - self._watched > WATCH_SECONDS:
-            self._watched = time.monotonic()
-            self._watch.ask()
-            if dead := self._watch.dead():
-                what = "a process that generates has stopped, while the sampler waited for its responses"
-                raise has_stopped(what, dead)
-
-    def _count(self) -> Sampled:
-        """Count the prompts all of whose responses have ended, and the tokens of all responses that have."""
-        finished = self.finished_keys[self._partition]
-        tags = self.partitions[self._partition]
-        of_finished = [tag for key, tag in tags.items() if key.split("_")[0] in finished]
-        return Sampled(len(finished), tokens_of(tags.values()), tokens_of(of_finished))
-
-
-def tokens_of(tags: Iterable[Mapping[str, Any]]) -> int:
-    """Return the tokens of responses. `tags`: what verl's agent loop says of each."""
-    return sum(int(tag.get("response_len", 0)) for tag in tags)

@@ -27,9 +27,10 @@ import ray
 import transfer_queue as tq
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from qarl.verl import failures, reward, trainer
+from qarl.verl import failures, reward
+from qarl.verl import sampler as sampler_module
 from qarl.verl.ask_servers import RESUME, Watch, preemptions_in, servers_have_base
-from qarl.verl.trainer import PromptReplayBuffer
+from qarl.verl.sampler import PromptReplayBuffer
 
 ANSWERS = {
     "vllm_server_0_0": None,
@@ -169,7 +170,7 @@ def sampler(monkeypatch, actors):
     state = {"train": {}}
     monkeypatch.setattr(tq, "kv_list", lambda: state)
     monkeypatch.setattr(tq, "kv_clear", lambda **kwargs: None)
-    monkeypatch.setattr(trainer, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(sampler_module, "ANSWER_SECONDS", 0.05)
     return PromptReplayBuffer(**KWARGS), state
 
 
@@ -179,7 +180,7 @@ def test_the_line_of_progress_counts_whole_prompts_and_all_ended_responses(sampl
     state["train"] = prompts(a="finished", b="running", c="pending")["train"]
     for key, tokens in {"a_0_0": 3, "a_1_0": 4, "b_0_0": 5}.items():
         state["train"][key] = {"status": "success", "response_len": tokens}
-    monkeypatch.setattr(trainer, "COUNT_SECONDS", -1.0)
+    monkeypatch.setattr(sampler_module, "COUNT_SECONDS", -1.0)
     buffer._sync_metadata_from_transfer_queue()
     counted = buffer._sampled
     assert (counted.done, counted.tokens, counted.tokens_of_done) == (1, 12, 7)
@@ -242,7 +243,7 @@ def test_the_engine_that_died_is_named_whatever_it_was_asked_before(sampler, act
 
 def test_a_process_that_dies_with_its_requests_is_noticed(sampler, actors, monkeypatch):
     """An agent loop's worker takes the requests with it: their prompts are `running` for ever."""
-    monkeypatch.setattr(trainer, "WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(sampler_module, "WATCH_SECONDS", 0.1)
     buffer, state = sampler
     state |= prompts(a="running")
     actors[0]["agent_loop_worker_0_ab"] = RuntimeError("gone")

@@ -52,6 +52,7 @@ SUMS = (
     "max_terms=2",
     "min_digits=1",
     "max_digits=1",
+    "answer_in=last_number",
 )
 """Two numbers of one digit, added or subtracted: all 200 such questions, of which 70 are held out."""
 

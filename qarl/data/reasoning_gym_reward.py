@@ -22,6 +22,7 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
+from qarl.data.answer_forms import last_number
 from qarl.data.entry_text import from_text
 from qarl.data.reasoning_gym_tasks import library, make_dataset
 from qarl.errors import UserError
@@ -58,6 +59,7 @@ WAYS: Mapping[str, Callable[[str], str | None]] = {
     "auto": tags_or_whole,
     "tags": in_tags,
     "last_line": last_line,
+    "last_number": last_number,
     "whole": str.strip,
 }
 """Ways to find the answer in a response: values of `answer_in`."""

@@ -39,7 +39,8 @@ usage: qarl data reasoning_gym task=NAME [KEY=VALUE ...]
 keys, beside those of `qarl data --help`:
   task=NAME          such as chain_sum
   answer_in=auto     where the scorer finds the answer: `tags` (the last <answer>...</answer>), `last_line`,
-                     `whole` (the whole response), or `auto`: tags if there are any, else the whole response
+                     `last_number`, `whole` (the whole response), or `auto`: tags if there are any, else the whole
+                     response
   PARAMETER=VALUE    of the task, such as min_terms=2; lists as [a, b] or a,b
 
 Train on the files with reward.function=reasoning_gym, which is the task's own scorer."""

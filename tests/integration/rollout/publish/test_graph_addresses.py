@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from qarl.rollout.publish import graph_addresses
-from qarl.rollout.publish.graph_addresses import addresses_kept, moved, places
+from qarl.rollout.publish.graph_addresses import addresses_kept, moved, tensor_slots
 from qarl.rollout.publish.manifest import TensorSpec
 from qarl.rollout.publish.transaction import EngineWeights
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
@@ -66,7 +66,7 @@ def process(layer: Layer) -> None:
 
 def test_every_kind_of_place_is_found_and_put_back() -> None:
     layer = Layer()
-    before = places({"layer": layer})
+    before = tensor_slots({"layer": layer})
     assert {path.removeprefix("layer.") for path in before} == {
         "weight", "plain", "strides.[0]", "strides.[1].[c]", "quant_method.workspace", "quant_method.scheme.workspace",
         "quant_config.scale", "quant_method.run.args.[0]",
@@ -74,8 +74,8 @@ def test_every_kind_of_place_is_found_and_put_back() -> None:
     layer.quant_method.workspace.fill_(5)  # locks that a failed launch left behind
     with addresses_kept({"layer": layer}):
         process(layer)
-        assert len(moved(before, places({"layer": layer}))) == 6
-    after = places({"layer": layer})
+        assert len(moved(before, tensor_slots({"layer": layer}))) == 6
+    after = tensor_slots({"layer": layer})
     assert {path for path in before if after[path].address != before[path].address} == {
         "layer.quant_method.run.args.[0]"  # a partial cannot be changed
     }
@@ -85,16 +85,16 @@ def test_every_kind_of_place_is_found_and_put_back() -> None:
     assert layer.quant_config.scale is layer.weight and layer.weight.tolist() == [9] * 3
     with addresses_kept({"layer": layer}):
         layer.quant_method.workspace = torch.zeros(9)  # of another shape, which cannot be put back
-    assert moved(after, places({"layer": layer})) == ["layer.quant_method.workspace"]
+    assert moved(after, tensor_slots({"layer": layer})) == ["layer.quant_method.workspace"]
 
 
 def test_memory_that_is_used_again_does_not_hide_a_move() -> None:
     """The allocator gives freed memory to the next tensor of the same size: while the places are held, it cannot."""
     layers = {str(i): Layer() for i in range(8)}
-    before = places(layers)
+    before = tensor_slots(layers)
     for layer in layers.values():
         layer.quant_method.workspace = torch.zeros(4)
-    assert len(moved(before, places(layers))) == 8
+    assert len(moved(before, tensor_slots(layers))) == 8
 
 
 @pytest.fixture

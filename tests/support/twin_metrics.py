@@ -1,4 +1,4 @@
-"""Every metric of a local step from its recorded batch, by the definitions of docs/glossary.md, in Python's floats.
+"""Every metric of a local step from its recorded batch, by docs/lookup/glossary.md's definitions, in Python's floats.
 
 `formulas` returns the value of every metric of a step. A metric without a formula is an error of the test, so a new
 metric needs one here.
@@ -140,7 +140,7 @@ def of_rollout(config: Any, step: Any) -> dict[str, float | None]:
 
 
 def of_text(step: Any, vocabulary: int) -> dict[str, float | None]:
-    """docs/troubleshooting.md, "Error tokens". At least ten 6-grams are judged."""
+    """docs/do/troubleshooting.md, "Error tokens". At least ten 6-grams are judged."""
     limit = max(math.log(0.01), -0.7 * math.log(vocabulary))
     judged = []
     for tokens, logged, advantage in zip(

@@ -240,6 +240,29 @@ def test_rollout_takes_the_rollouts_log_probs_and_measures_them(pristine_model, 
         assert torch.equal(own, batch.rollout_log_probs)
 
 
+@pytest.mark.verl
+def test_a_fallback_updates_as_if_the_pass_had_been_made_before(pristine_model, tmp_path):
+    """The gradients of the first attempt are dropped, and the mismatch is weighted anew: against the rollout's own
+    log-probs every weight was 1."""
+    keys = ("actor.loss=grpo", "rollout_correction.rollout_is=token")
+
+    def updated(*, falls_back: bool) -> torch.Tensor:
+        trainer = Steps(pristine_model, config(tmp_path, *KEYS, "optim.lr=1e-3", *keys))
+        batch, _ = trainer.rollout()
+        own = batch.rollout_log_probs.clone()
+        batch.rollout_log_probs[::3] -= 0.5
+        if falls_back:
+            trainer.update(batch, batch.rollout_log_probs, lambda *_: own)
+        else:
+            trainer.update(batch, own)
+        assert batch.weights is not None
+        delta = own - batch.rollout_log_probs
+        torch.testing.assert_close(batch.weights, delta.exp() * batch.response_mask)
+        return trainer.state()
+
+    assert torch.equal(updated(falls_back=True), updated(falls_back=False))
+
+
 def test_a_second_epoch_is_not_taken_for_the_old_policy(pristine_model, tmp_path):
     keys = ("actor.old_log_probs=auto", "actor.ppo_epochs=2")
     _, metrics, _ = run(pristine_model, tmp_path, *keys, steps=2)

@@ -214,6 +214,18 @@ def test_the_folder_is_that_of_peft(pristine_model, tmp_path):
         assert torch.equal(loaded[name.replace(".weight", ".default.weight")], tensor)
 
 
+@pytest.mark.parametrize(("alpha", "factor"), [(32, 4.0), (4, 0.5), (None, 1.0)])
+def test_an_adapter_is_read_with_the_factor_of_the_run(pristine_model, tmp_path, alpha, factor):
+    """`qarl export` reads the adapter of a checkpoint, and writes it again."""
+    adapters = Adapters(load_model(pristine_model), LoraConfig(r=8, alpha=alpha), seed=0, base="b")
+    write_adapter(tmp_path, adapters.adapter())
+    found = read_adapter(tmp_path)
+    assert (found.r, found.factor, found.base) == (8, factor, "b")
+    assert {layer.lora_factor for layer in adapters.layers.values()} == {factor}
+    assert found.tensors.keys() == adapters.tensors().keys()
+    assert all(torch.equal(found.tensors[n], t) for n, t in adapters.tensors().items())
+
+
 @pytest.mark.parametrize(
     "more",
     [{"use_rslora": True}, {"rank_pattern": {"q_proj": 4}}, {"modules_to_save": ["lm_head"]}],

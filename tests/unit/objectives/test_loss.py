@@ -241,6 +241,17 @@ def test_the_mean_of_token_weights_is_over_tokens():
     )
 
 
+def test_an_empty_response_does_not_count_in_the_mean_of_weights():
+    """The geometric means 4 and 1/2, divided by their mean over the two responses that have a token."""
+    old, rollout, mask = mismatch([2.0, 8.0], [0.5], [])
+    correction = weighted("geometric", rollout_is_threshold=5.0, rollout_is_batch_normalize=True)
+    settings = objective_settings(run_config("grpo", correction)).correction
+    expected = torch.tensor([[16 / 9, 16 / 9], [2 / 9, 0.0], [0.0, 0.0]])
+    torch.testing.assert_close(
+        correction_weights(old, rollout, mask, settings), expected, rtol=2e-6, atol=0
+    )
+
+
 def test_a_log_ratio_above_20_is_clipped_before_the_exponential():
     old, rollout, mask = mismatch([math.exp(30.0)], [math.exp(-30.0)])
     correction = weighted("geometric", "truncate", rollout_is_threshold=1e6)

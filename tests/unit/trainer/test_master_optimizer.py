@@ -41,6 +41,27 @@ def test_without_a_floor_the_cosine_is_that_of_transformers() -> None:
         assert lr_scale(step, cosine, 12) == pytest.approx(theirs.lr_lambdas[0](step))
 
 
+def test_the_matrices_of_muon_follow_the_schedule() -> None:
+    """With one gradient in all steps and no momentum, the orthogonalized update is the same in all of them, and a
+    matrix moves by the learning rate times this update."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    muon = settings(name="muon", muon_lr=0.02, muon_momentum=0.0, weight_decay=0.0)
+    weight = torch.nn.Parameter(torch.zeros(8, 8))
+    gradient = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    optimizer = MasterOptimizer([(name, weight)], muon, seed=0, total_training_steps=12)
+    moves = []
+    for _ in range(6):
+        before = weight.detach().clone()
+        weight.grad = gradient.clone()
+        optimizer.accumulate()
+        optimizer.clip_and_step(1e9)
+        optimizer.scheduler_step()
+        moves.append(float((weight.detach() - before).norm()))
+    assert moves[4] > 0
+    shares = [move / moves[4] for move in moves]
+    assert shares == pytest.approx([0, 1 / 4, 2 / 4, 3 / 4, 1, 1], rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_resume_to_another_length_takes_its_rate_from_the_new_schedule(name: str) -> None:
     """AdamW moves a weight by its learning rate, as long as the gradient is the same in every step. A vector is

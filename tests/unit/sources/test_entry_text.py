@@ -62,7 +62,11 @@ def test_equal_sets_have_equal_texts() -> None:
     assert to_text({"b", "a", "c"}) == to_text({"c", "b", "a"})
 
 
-@pytest.mark.parametrize("value", [object(), {"a": [1j]}, numpy.array([object()])], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [object(), {"a": [1j]}, numpy.array([object()])],
+    ids=["object", "complex in a list", "array of objects"],
+)
 def test_a_type_without_a_form_is_refused(value: object) -> None:
     with pytest.raises(TypeError, match="cannot be written"):
         to_text(value)

@@ -66,9 +66,10 @@ def _advice(name: str, known: Iterable[str], other_names: Mapping[str, str]) -> 
 
 def check_values(args: Any) -> None:
     """Raise UserError for the first field of the dataclass `args` whose value has the wrong type or is too small."""
+    annotations = typing.get_type_hints(type(args))  # HfArgumentParser narrows `field.type`
     for field in fields(args):
         value = getattr(args, field.name, None)
-        kinds = _kinds(field.type)
+        kinds = _kinds(annotations[field.name])
         if kinds <= {*_NUMBERS, types.NoneType} and not _fits(value, kinds):
             belongs = " or ".join(words for kind, words in _NUMBERS.items() if kind in kinds)
             raise UserError(

@@ -16,7 +16,7 @@ pytest.importorskip("trl")
 from datasets import Dataset, IterableDataset
 from peft import IA3Config, LoraConfig, get_peft_model
 from random_models import save_random_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, HfArgumentParser
 from trl import GRPOConfig
 
 from qarl.errors import UserError
@@ -157,6 +157,14 @@ def test_settings_are_copied_and_extended(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(plain)) == plain
     with pytest.raises(UserError, match="did you mean budget"):
         Extended(output_dir=str(tmp_path), bugdet=4)
+
+
+def test_settings_of_a_command_line(tmp_path: Path) -> None:
+    """HfArgumentParser, which TRL's scripts use, changes the types of the dataclass's fields."""
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--quant_scheme", "w8a8"]
+    (settings,) = HfArgumentParser(QaRLConfig).parse_args_into_dataclasses(words)
+    assert settings.quant_scheme == "w8a8"
+    assert settings.neftune_noise_alpha is None
 
 
 def test_narrow_bands_are_said_in_trls_words(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from checkout import ROOT
 from engine_helpers import config as run_config
+from transformers import Qwen3Config
 
 from qarl.checkpoint.model_files import ModelFiles, model_of
 from qarl.checks import model_folder
@@ -100,7 +101,9 @@ def test_a_folders_code_runs_only_where_the_config_says_so(
 @pytest.mark.parametrize("trust", [False, True])
 def test_the_engine_is_told(trust: bool) -> None:
     settings = run_config(ROOT, f"model.trust_remote_code={str(trust).lower()}")
-    engine = prepare.engine_config(settings, SimpleNamespace(align=Level.MODEL, adapters=None))
+    model = SimpleNamespace(config=Qwen3Config(head_dim=32))
+    policy = SimpleNamespace(align=Level.MODEL, adapters=None, model=model)
+    engine = prepare.engine_config(settings, policy)
     assert engine.trust_remote_code is trust
     assert llm_arguments(engine)["trust_remote_code"] is trust
     assert llm_arguments(EngineConfig("x", get_scheme("bf16"), (), 8))["trust_remote_code"] is False

@@ -99,6 +99,7 @@ class SleepingLLM:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.cache = torch.zeros(4)
+        self.llm_engine = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
 
     def sleep(self, level: int) -> None:
         self.calls.append(f"sleep {level}")

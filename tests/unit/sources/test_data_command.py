@@ -198,12 +198,17 @@ def test_other_files_beside_the_data_are_not_lost(capsys: pytest.CaptureFixture[
     assert len(read_rows("own/train.parquet")) == 3
 
 
+def children() -> set[int]:
+    """Return the processes that this one has started, of earlier tests too."""
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
 def test_ctrl_c_does_not_reach_the_process_that_draws() -> None:
     """A terminal sends SIGINT to a whole group. The process would show a traceback beside `interrupted`."""
+    before = children()
     entries = _entries("sums", {}, 1)
     next(entries)
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    groups = {os.getpgid(int(child)) for child in children}
+    groups = {os.getpgid(child) for child in children() - before}
     entries.close()
     assert groups
     assert os.getpgrp() not in groups

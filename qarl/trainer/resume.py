@@ -13,6 +13,7 @@ one.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from qarl.checkpoint.storage import (
     METRICS_FILE,
     SUMMARY_FILE,
     checkpoints_dir,
+    free_name,
     fresh_run_dir,
     holds_a_run,
     recover,
@@ -278,9 +280,12 @@ def _how_to_extend(config: Config) -> tuple[str, ...]:
     checkpoints = list_checkpoints(checkpoints_dir(config.run_dir))
     if not checkpoints or checkpoints[0][0] >= config.trainer.total_training_steps:
         return ()
-    how = "trainer.resume_mode=resume_path trainer.resume_from_path=.../checkpoints"
+    moved = free_name(config.run_dir)
+    newest = checkpoints_dir(moved) / checkpoints[0][1].name
+    path = shlex.quote(f"trainer.resume_from_path={newest}")
     return (
-        f"{config.name} is finished, so this run starts fresh; to resume from its end: {how}/step_{checkpoints[0][0]}",
+        f"{config.name} is finished, so this run starts fresh, and the finished one moves to {moved}; to resume from "
+        f"its end instead: trainer.resume_mode=resume_path {path}",
     )
 
 

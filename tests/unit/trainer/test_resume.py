@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -89,6 +90,17 @@ def test_a_finished_or_disabled_run_is_moved_aside(tmp_path, mode, capsys):
         assert names(tmp_path) == ["quickstart", "quickstart.1"]
         assert names(settings.run_dir) == [".lock"]
     assert ("to resume from its end" in capsys.readouterr().err) is (mode == "auto")
+
+
+def test_the_note_that_a_run_is_finished_has_the_words_that_extend_it(tmp_path, capsys):
+    folder = tmp_path / "my runs"
+    interrupted_run(config(folder, "trainer.total_training_steps=4"), 2, 4, finished=True)
+    with open_run(config(folder, "trainer.total_training_steps=6")):
+        pass
+    note = next(line for line in capsys.readouterr().err.splitlines() if "resume from its" in line)
+    words = shlex.split(note.rpartition(": ")[2])
+    with open_run(config(folder, "trainer.total_training_steps=6", *words)) as checkpoint:
+        assert checkpoint is not None and checkpoint.step == 4
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_with_a_note(tmp_path, capsys):

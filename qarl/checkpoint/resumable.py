@@ -116,9 +116,11 @@ def save_checkpoint(
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Check every byte of the checkpoint in `folder` by digests. Return the checkpoint.
 
-    Raise CheckpointError if it is missing or damaged, and UserError if its format is of another version of QaRL.
+    Raise CheckpointError if it is missing or damaged, and UserError if its format is of another version of QaRL, or if
+    its name is that of another step.
     """
     state = _read_state(folder)
+    _refuse_other_step(folder, int(state["step"]))
     for name, part in state["files"].items():
         try:
             digest = file_sha256(folder / name)
@@ -216,6 +218,19 @@ def _read_state(folder: Path) -> dict[str, Any]:
             fix="resume with the version of QaRL that wrote it; its versions are in state.json",
         )
     return state
+
+
+def _refuse_other_step(folder: Path, step: int) -> None:
+    """Raise UserError if `folder` is named after another step than `step`. The order of the checkpoints, and which of
+    them a resume supersedes, depend on their names. A copy may have any name that is not of the form step_N."""
+    match = _NAME.fullmatch(folder.name)
+    if match and int(match[1]) != step:
+        raise UserError(  # not a CheckpointError: the checkpoint is undamaged, so it must not be skipped
+            f"the checkpoint in {folder} is of step {step}, but its name is that of step {int(match[1])}",
+            where=str(folder / STATE_FILE),
+            why="a run orders its checkpoints by the steps in their names, so it would replace the wrong ones",
+            fix=f"rename the folder to step_{step}, or move it out of the run",
+        )
 
 
 def _no_checkpoint(folder: Path) -> CheckpointError:

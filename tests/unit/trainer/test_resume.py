@@ -114,6 +114,18 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_with_a_note(tmp_path, 
     assert names(run_dir / "checkpoints") == ["step_2", "step_4.damaged"]
 
 
+@pytest.mark.parametrize("mode", ["auto", "resume_path"])
+def test_a_checkpoint_with_the_name_of_another_step_is_refused(tmp_path, mode):
+    run_dir = interrupted_run(config(tmp_path), 2, 4)
+    renamed = run_dir / "checkpoints" / "step_9"
+    (run_dir / "checkpoints" / "step_2").rename(renamed)
+    path = [f"trainer.resume_from_path={renamed}"] if mode == "resume_path" else []
+    settings = config(tmp_path, f"trainer.resume_mode={mode}", *path)
+    message = refusal(settings, "is of step 2, but its name is that of step 9")
+    assert "rename the folder to step_2" in message
+    assert names(run_dir / "checkpoints") == ["step_4", "step_9"]
+
+
 def test_when_every_checkpoint_is_damaged_nothing_is_touched(tmp_path):
     settings = config(tmp_path)
     run_dir = interrupted_run(settings, 2, 4)

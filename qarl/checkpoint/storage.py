@@ -86,6 +86,20 @@ def writing(path: Path) -> Iterator[None]:
         raise _storage_error(path, error) from error
 
 
+def check_place(folder: Path) -> None:
+    """Raise StorageError if `whole_folder` will not be able to put `folder` in its place. Nothing is written.
+
+    Call it before the work whose result goes there."""
+    folder = folder.resolve()
+    with writing(folder):
+        _refuse_file(folder)
+        above = next(path for path in folder.parents if path.exists())
+        _refuse_file(above)
+        if not os.access(above, os.W_OK | os.X_OK):
+            reason = f"the folder {above}, or the disk that it is on, cannot be written to"
+            raise PermissionError(errno.EACCES, reason, str(above))
+
+
 def check_room(folder: Path, needed_bytes: int) -> None:
     """Raise StorageError if the disk of `folder` has fewer than `needed_bytes` free bytes. `folder` need not exist."""
     free = shutil.disk_usage(

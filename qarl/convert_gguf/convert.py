@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from qarl.checkpoint.storage import whole_folder
+from qarl.checkpoint.storage import check_place, whole_folder
 from qarl.console import stage
 from qarl.convert_gguf.gguf_file import GGUFFile, check_start
 from qarl.convert_gguf.tokenizer import convert_tokenizer
@@ -67,7 +67,8 @@ def convert(request: ConversionRequest) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UserError if `folder` is a file, or has files."""
+    """Raise UserError if `folder` is a file, has files, or cannot be written."""
+    check_place(folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     raise UserError(

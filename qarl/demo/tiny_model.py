@@ -42,7 +42,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from qarl.checkpoint.storage import whole_folder
+from qarl.checkpoint.storage import check_place, whole_folder
 from qarl.console import tell
 from qarl.demo.tasks import TASKS, Problem, Task
 from qarl.errors import UserError
@@ -323,6 +323,7 @@ def make_missing(recipe: Recipe) -> None:
         print(f"{recipe.output} and {recipe.data} are up to date")
         return
     for folder in (recipe.output, recipe.data):
+        check_place(folder)
         filled = folder.is_dir() and any(folder.iterdir())
         if filled and not (folder / RECORD).exists():
             what = f"will not replace {folder}, which this program did not write"

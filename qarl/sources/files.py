@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qarl.checkpoint.storage import whole_folder
+from qarl.checkpoint.storage import check_place, whole_folder
 from qarl.errors import UserError
 from qarl.sources.problems import TRAIN, VALIDATION
 
@@ -18,7 +18,10 @@ Rows = list[dict[str, Any]]
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UserError if `folder` has files that `qarl data` did not write, because it replaces the whole folder."""
+    """Raise UserError if `folder` has files that `qarl data` did not write, because it replaces the whole folder.
+
+    Raise StorageError if the folder cannot be written."""
+    check_place(folder)
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     fix = "remove it yourself, or name another folder"
     if names and RECORD not in names:

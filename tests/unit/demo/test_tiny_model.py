@@ -159,3 +159,16 @@ def test_it_replaces_only_what_it_made(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="will not replace"):
         run(output, tmp_path / "data")
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "mine.txt"]
+
+
+@pytest.mark.parametrize("in_the_way", ["models/tiny", "models", "data"])
+def test_a_file_in_the_way_is_refused_before_the_warm_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_the_way: str
+) -> None:
+    monkeypatch.setattr(tiny_model, "warm_start", lambda *words, **keys: pytest.fail("it trains"))
+    file = tmp_path / in_the_way
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("of the user")
+    with pytest.raises(UserError, match=f"rename what has the name {file} now"):
+        run(tmp_path / "models" / "tiny", tmp_path / "data" / "sums")
+    assert file.read_text() == "of the user"

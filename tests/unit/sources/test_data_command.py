@@ -187,6 +187,18 @@ def test_a_folder_of_others_is_not_replaced(capsys: pytest.CaptureFixture[str]) 
     assert len(read_rows("own/train.parquet")) == 4
 
 
+def test_a_file_of_the_folders_name_is_refused_before_a_problem_is_drawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("data").write_text("of the user")
+    monkeypatch.setattr(
+        "qarl.sources.__main__.split", lambda *words, **keys: pytest.fail("it draws")
+    )
+    message = refused(capsys, "task=sums", "size=3")
+    assert "data/sums could not be written" in message
+    assert "data now" in message
+
+
 def test_other_files_beside_the_data_are_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
     assert data("task=sums", "size=3", "out=own") == 0
     Path("own/test.parquet").write_text("of the user")

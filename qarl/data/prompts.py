@@ -172,7 +172,7 @@ def _to_prompt(
         raise UserError(
             f"{'.'.join(map(str, first['loc']))} of a row is {shortened(first['input'])}",
             where=where,
-            why=first["msg"],
+            why=first["msg"].removeprefix("Value error, "),
             fix='write rows like {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "..."}], '
             '"reward_model": {"style": "rule", "ground_truth": "42"}}',
         ) from error

@@ -103,6 +103,15 @@ def test_a_bad_row_is_named(
         load(file, tokenizer)
 
 
+def test_a_missing_ground_truth_is_said_in_plain_words(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    item = row(reward_model={"style": "rule", "ground_truth": None})
+    with pytest.raises(UserError) as raised:
+        load(write(tmp_path / "train.jsonl", [item]), tokenizer)
+    assert raised.value.why == "it is missing, but the reward compares answers with it"
+
+
 def test_bad_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     whole = Path(write(tmp_path / "whole.parquet", [row()])).read_bytes()
     (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])

@@ -72,6 +72,7 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     if not run.is_dir():
         what = f"{run} is a file" if run.exists() else f"there is no folder {run}"
         raise UserError(what, where=f"run={run}", fix="give the folder of a run, such as runs/NAME")
+    _refuse_part_of_run(run)
     checkpoints = run / "checkpoints"
     folders = dict(list_checkpoints(checkpoints))
     torn: dict[int, str] = {}
@@ -100,6 +101,23 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     steps = ", ".join(f"step={step}" for step in sorted(folders))
     what = f"the run {run} has no checkpoint of step {chosen}"
     raise UserError(what, fix=f"choose from {steps}")
+
+
+def _refuse_part_of_run(folder: Path) -> None:
+    """Raise UserError if `folder` is a checkpoint, or the folder of a run's checkpoints."""
+    target = folder.absolute()
+    parent = target if target.name == "checkpoints" else target.parent
+    found = dict(list_checkpoints(parent)) or whole_and_torn(parent)[0]
+    steps = [step for step, path in found.items() if path == target or parent == target]
+    if parent.name != "checkpoints" or not steps:
+        return
+    given = folder if folder.name else target
+    run = given.parent if parent == target else given.parent.parent
+    raise UserError(
+        f"{folder} is in the folder of a run, and is not a run",
+        where=f"run={folder}",
+        fix=f"write run={run} step={max(steps)}",
+    )
 
 
 def model_of_run(folder: Path) -> str | None:

@@ -245,6 +245,8 @@ def test_an_output_in_the_way_is_not_touched(tmp_path):
         (["run=RUN", "output=x", "format=int4"], "format=int4: Input should be 'quantized'"),
         (["run=RUN", "output=x", "step=3"], "choose from step=2, step=10"),
         (["run=EMPTY", "output=x"], "has no checkpoints"),
+        (["run=CHECKPOINT", "output=x"], r"fix: write run=\S+/run step=2$"),
+        (["run=CHECKPOINTS", "output=x"], r"fix: write run=\S+/run step=10$"),
         (["run=nowhere", "output=x"], "there is no folder nowhere"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),
@@ -253,13 +255,15 @@ def test_what_will_not_do_is_one_message(tmp_path, capsys, arguments, expected):
     for step in (2, 10):
         (tmp_path / "run" / "checkpoints" / f"step_{step}").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
+    checkpoints = tmp_path / "run" / "checkpoints"
     folders = {"RUN": str(tmp_path / "run"), "EMPTY": str(tmp_path / "empty")}
+    folders |= {"CHECKPOINT": str(checkpoints / "step_2"), "CHECKPOINTS": str(checkpoints)}
     overrides = []
     for argument in arguments:
         key, _, value = argument.partition("=")
         overrides.append(f"{key}={folders.get(value, value)}")
     assert main(overrides) == 2
-    assert re.search(expected, capsys.readouterr().err)
+    assert re.search(expected, capsys.readouterr().err, re.MULTILINE)
     assert not Path("x").exists()
 
 

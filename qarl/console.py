@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 
 from qarl import __version__
 from qarl.errors import UserError
+from qarl.hangup import HUNG_UP, interrupted_code
 from qarl.progress import live
 
 TYPE_CHECKING = False  # importing typing would take longer than all other imports together
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 HELP = ("-h", "--help")
 VERSION = "--version"
-INTERRUPTED = 130
 READER_LEFT = 141
 """What shells report of a program that SIGPIPE has ended."""
 Command = Callable[[list[str]], int]
@@ -134,8 +134,8 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
     """Run `command` with `argv` (None: the process's own arguments). Return the exit code.
 
     Arguments that are not written KEY=VALUE are refused first (`qarl.command_line`).
-    After a `UserError`, print one message and return 2. After Ctrl-C, return 130. If nobody reads the output any more,
-    so that the command cannot go on, return 141. Show no traceback.
+    After a `UserError`, print one message and return 2. After Ctrl-C, return 130, and 129 after SIGHUP. If nobody reads
+    the output any more, so that the command cannot go on, return 141. Show no traceback.
 
     `describe`: a function that returns the help text. Its argument: the words other than `--help` and key=value.
     """
@@ -148,11 +148,11 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
         return _run(command, list(sys.argv[1:] if argv is None else argv), describe)
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and _reader_has_left():
-            return READER_LEFT
+            return HUNG_UP if interrupted_code() == HUNG_UP else READER_LEFT
         # A library may turn KeyboardInterrupt into a different exception, especially during its import.
         if _comes_of_interrupt(error) or (_Pressed.once and not isinstance(error, UserError)):
             _say_interrupted()
-            return INTERRUPTED
+            return interrupted_code()
         if isinstance(error, UserError):
             say(f"error: {error}")
             return 2
@@ -201,7 +201,7 @@ def _leave(signum: int, frame: FrameType | None) -> NoReturn:
     if not _Pressed.announced:
         words = f"{live.erasure()}interrupted\n"
         os.write(2, words.encode())  # not print, because Ctrl-C may have interrupted a print
-    os._exit(INTERRUPTED)
+    os._exit(interrupted_code())
 
 
 def _say_interrupted() -> None:

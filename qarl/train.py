@@ -10,6 +10,7 @@ docs/lookup/config_reference.md describes every key. `python -m qarl.train` is t
 exit codes:
   0    the run ended
   2    the config, the data or the machine cannot be used; one message says why
+  129  ended by SIGHUP: the terminal was closed
   130  ended by Ctrl-C or SIGTERM
 """
 
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from qarl.console import entry, note, say, stage, summary_text
 from qarl.errors import UserError
+from qarl.hangup import interrupted_code
 from qarl.progress import live
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def run(config: Config, argv: Sequence[str]) -> int:
     print(
         summary_text(config.name, config.run_dir, summary, report=config.trainer.report, argv=argv)
     )
-    return 130 if summary["interrupted"] else 0
+    return interrupted_code() if summary["interrupted"] else 0
 
 
 def _train(config: Config) -> dict[str, Any]:

@@ -5,12 +5,9 @@ The algorithm is in `qarl.trainer.local`.
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from qarl.checkpoint.resumable import Checkpoint
@@ -28,55 +25,12 @@ from qarl.trainer.local import LocalTrainer
 from qarl.trainer.prepare import RunParts, check_inputs, load_parts, prepare_run
 from qarl.trainer.probe import probe
 from qarl.trainer.resume import open_run
+from qarl.trainer.stop import Stop
 
 _SKIPPED = "because the gradient was NaN or Inf; if this continues, lower optim.lr or look at mismatch/abs_max"
 _OVERFLOWED = (
     "because the gradient overflowed in FP16; the loss scale is now {actor/loss_scale:.0f}"
 )
-
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_AGAIN = "press Ctrl-C again to stop now"
-
-
-class Stop:
-    """A context in which Ctrl-C or SIGTERM ends the run after its current step. It is true once the run must end.
-
-    A step cannot be cut short without losing it. So the first signal lets the step end, which includes its evaluation,
-    and a second one interrupts it. Outside a step there is nothing to save, and the first signal interrupts at once.
-
-    `work`: what the first signal lets end and the message names, such as "after step 3". None: nothing, so the first
-    signal raises KeyboardInterrupt. The second signal always raises it."""
-
-    def __init__(self) -> None:
-        self.work: str | None = None
-        self._came = False
-        self._previous: dict[int, Any] = {}
-
-    def __bool__(self) -> bool:
-        return self._came
-
-    def __enter__(self) -> Stop:
-        for number in _SIGNALS:
-            if (
-                signal.getsignal(number) is not signal.SIG_IGN
-            ):  # a shell ignores SIGINT in its background jobs
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = self._came
-        self._came = True
-        if again or self.work is None:
-            if callable(previous := self._previous[number]):
-                previous(number, frame)
-            raise KeyboardInterrupt
-        with suppress(OSError):  # not print, because the signal may have interrupted a print
-            os.write(2, f"{live.erasure()}\n{self.work}; {_AGAIN}\n".encode())
 
 
 def train_in_run_folder(config: Config, *, started: float) -> dict[str, Any]:

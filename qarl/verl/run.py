@@ -39,6 +39,7 @@ from qarl.checks.registry import check_run
 from qarl.config import Config, write_resolved
 from qarl.console import say, stage
 from qarl.errors import UserError, in_one_line
+from qarl.hangup import hang_up, signals_that_stop
 from qarl.metrics.tracker import Tracker, write_versions
 from qarl.metrics.validation import sources_metrics
 from qarl.process import runs_on_cpu
@@ -403,15 +404,12 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
 
 @contextmanager
 def answered_interrupt(what_resumes: Callable[[], str]) -> Iterator[None]:
-    """Let the first Ctrl-C or SIGTERM say at once that the run stops and what a repeated command does. Ray needs a
-    while to end.
+    """Let the first Ctrl-C, SIGTERM or SIGHUP say at once that the run stops and what a repeated command does. Ray
+    needs a while to end.
 
     verl's step cannot be finished from outside, so KeyboardInterrupt is raised. `ray.init` replaces the handler of
     SIGTERM by one that raises SystemExit(SIGTERM) (ray/_private/worker.py), which is answered here, too."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    previous = {
-        number: before for number, before in previous.items() if before is not signal.SIG_IGN
-    }
+    previous: dict[int, Any] = {number: signal.getsignal(number) for number in signals_that_stop()}
 
     def answer() -> None:
         text = f"\nstopping verl now, in the middle of its step; if you repeat the command, {what_resumes()}\n"
@@ -419,7 +417,14 @@ def answered_interrupt(what_resumes: Callable[[], str]) -> Iterator[None]:
             os.write(2, text.encode())
 
     def handle(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, previous[signal.Signals(number)])
+        if (
+            number == signal.SIGHUP
+        ):  # it is often sent twice, and the last files are still to be written
+            del previous[number]
+            signal.signal(number, signal.SIG_IGN)
+            hang_up()
+        else:
+            signal.signal(number, previous[number])
         answer()
         raise KeyboardInterrupt
 

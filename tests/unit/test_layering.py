@@ -21,7 +21,7 @@ FILES = sorted((ROOT / "qarl").rglob("*.py"))
 MODULES = {path.relative_to(ROOT).as_posix(): path for path in FILES}
 MOST_LINES = 450
 LAYERS = (
-    ("errors", "lazy"),
+    ("errors", "lazy", "hangup"),
     ("command_line", "progress"),
     ("process", "console", "vllm_versions", "schemes", "families", "plugins"),
     ("tbpo",),

@@ -26,6 +26,7 @@ from qarl.checkpoint.read_weights import (
 from qarl.checks.memory import checkpoint_bytes
 from qarl.checks.model_size import ModelSize
 from qarl.errors import UserError
+from qarl.hangup import interrupted_code
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
 from qarl.verl.config import trainer_keys
@@ -339,6 +340,18 @@ def test_the_first_interrupt_is_answered_and_ends_the_run(capfd, number, ray_has
         and "it resumes after step 12\n" in err
     )
     assert signal.getsignal(number) is before
+
+
+def test_a_closed_terminal_ends_verl_once_and_leaves_time_for_the_last_files(capfd, monkeypatch):
+    monkeypatch.setattr("qarl.hangup._HangUp.came", False)
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        with pytest.raises(KeyboardInterrupt), answered_interrupt(lambda: "it resumes"):
+            signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert "stopping verl now" in capfd.readouterr().err and interrupted_code() == 129
 
 
 def stepped_engine() -> Any:

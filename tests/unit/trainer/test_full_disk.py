@@ -16,7 +16,8 @@ from qarl.checkpoint.storage import StorageError
 from qarl.errors import UserError
 from qarl.metrics import tracker as tracking
 from qarl.trainer import finish
-from qarl.trainer.loop import Stop, run_and_keep
+from qarl.trainer.loop import run_and_keep
+from qarl.trainer.stop import Stop
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe")
 

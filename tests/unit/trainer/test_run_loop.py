@@ -13,7 +13,8 @@ from qarl.checkpoint.storage import StorageError
 from qarl.metrics.mismatch_limit import MismatchError
 from qarl.metrics.tracker import Tracker
 from qarl.trainer import loop
-from qarl.trainer.loop import Stop, run_and_keep, run_steps
+from qarl.trainer.loop import run_and_keep, run_steps
+from qarl.trainer.stop import Stop
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe")
 OVERRIDES = [

@@ -15,13 +15,15 @@ from checkpoint_state import interrupted_run, write_bare
 from engine_helpers import config
 from idle_trainer import Trainer
 
+from qarl import hangup
 from qarl.checkpoint.resumable import open_checkpoint
 from qarl.diagnose.diagnosis import with_keys
 from qarl.metrics.tracker import Tracker
 from qarl.trainer import checkpoints as checkpointing
 from qarl.trainer.checkpoints import Checkpoints
-from qarl.trainer.loop import Stop, run_and_keep, run_steps
+from qarl.trainer.loop import run_and_keep, run_steps
 from qarl.trainer.resume import open_run
+from qarl.trainer.stop import Stop
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe")
 QUIET = ["trainer.logger=[]", "trainer.plots=false", "trainer.report=false", "trainer.test_freq=2"]
@@ -124,6 +126,33 @@ def test_a_signal_is_answered_with_the_step_that_ends(timed, capfd, number):
     trainer = timed("trainer.total_training_steps=9", on_step=press)
     run(trainer)
     assert trainer.saved == [6]
+
+
+def test_a_closed_terminal_ends_the_run_after_its_step_though_it_sends_the_signal_twice(
+    timed, capfd, monkeypatch
+):
+    def close(step: int) -> None:
+        if step == 6:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+
+    monkeypatch.setattr(hangup._HangUp, "came", False)
+    trainer = timed("trainer.total_training_steps=9", on_step=close)
+    assert run(trainer) == ["step_6"] and trainer.saved == [6]
+    printed = capfd.readouterr().err
+    assert printed.count("the terminal was closed (SIGHUP): stopping after step 6\n") == 1
+
+
+def test_a_run_under_nohup_does_not_notice_that_the_terminal_is_closed(timed):
+    trainer = timed(
+        "trainer.total_training_steps=9", on_step=lambda step: signal.raise_signal(signal.SIGHUP)
+    )
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run(trainer)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert trainer.step == 9
 
 
 def test_a_signal_that_comes_after_the_step_still_saves_it(timed, monkeypatch, capfd):

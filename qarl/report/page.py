@@ -28,15 +28,15 @@ from typing import Any
 
 import yaml
 
-from qarl.checkpoint.storage import SUMMARY_FILE, read_lines, write_text
+from qarl.checkpoint.storage import METRICS_FILE, SUMMARY_FILE, read_lines, write_text
 from qarl.config import Config
 from qarl.console import say
-from qarl.errors import in_one_line
+from qarl.errors import UserError, in_one_line
 from qarl.metrics.bars import bars_of_report
 from qarl.metrics.plots import CHARTS, phases_of
 from qarl.metrics.tracker import read_metrics
 from qarl.metrics.warning_log import WARNINGS_FILE, is_warning
-from qarl.report.damage import damage
+from qarl.report.damage import damage, damage_of
 from qarl.report.samples import Sample, is_logged, read_samples
 
 REPORT_FILE = "report.html"
@@ -177,12 +177,20 @@ def _packaged(name: str) -> str:
 
 
 def contents(run_dir: str | Path) -> dict[str, Any]:
-    """Return everything that `page.js` draws, as JSON types. Raise UserError if the folder has no metrics file.
+    """Return everything that `page.js` draws, as JSON types. Raise UserError if the folder has no metrics file, or one
+    with lines of which none can be read: a page without a step would replace a good one.
 
     A file that cannot be read as what it should be counts as missing. A damaged line is left out, and `damage` says
     so."""
     run_dir = Path(run_dir)
     entries = read_metrics(run_dir)
+    if not entries and damage_of(run_dir / METRICS_FILE):
+        raise UserError(
+            "no line of the metrics can be read, so no report is written",
+            where=str(run_dir / METRICS_FILE),
+            why="all are torn or damaged; an earlier report stays as it is",
+            fix="copy the file again from where the run was made",
+        )
     names = sorted({name for entry in entries for name in entry} - {"step"})
     config = _text(run_dir / "config.yaml")
     series = {name: series_of(entries, name) for name in names}

@@ -152,6 +152,21 @@ def test_a_report_says_which_lines_are_damaged(tmp_path, capsys, file, case):
     assert f"note: {text}\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_metrics_without_one_readable_step_do_not_replace_a_page(tmp_path, capsys, together):
+    run = write(tmp_path / "run", [{"step": 1} | STEP])
+    pages = [f"together={tmp_path / 'page.html'}"] if together else []
+    assert main([str(run), *pages]) == 0
+    written = tmp_path / "page.html" if together else run / "report.html"
+    before = written.read_bytes()
+    (run / "metrics.jsonl").write_bytes(b"\0\0\0\ngarbage\n")
+    capsys.readouterr()
+    assert main([str(run), *pages]) == 2
+    told = capsys.readouterr().err
+    assert told.count("error: ") == 1 and "no line of the metrics can be read" in told
+    assert written.read_bytes() == before
+
+
 def test_no_error_of_the_report_ends_a_run(tmp_path, monkeypatch, capsys):
     settings = config(tmp_path, "trainer.report=true")
 

@@ -10,5 +10,5 @@ SOURCES = {
     "reasoning_gym": ("qarl.sources.reasoning_gym", "endless problems of 106 tasks, with scorers"),
 }
 """Name of a source -> (its module, a summary)."""
-COMMON = ("size", "validation", "seed", "out", "instruction", "system", "format")
+COMMON = ("size", "validation", "seed", "out", "instruction", "system", "format", "overwrite")
 """Keys of every source (`qarl.sources.__main__.DataRequest`)."""

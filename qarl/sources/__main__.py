@@ -16,6 +16,7 @@ keys of every source:
   instruction=TEXT   text below every question, such as "Answer with the number only."
   system=TEXT        text of a system message
   format=parquet     or jsonl
+  overwrite=false    true: replace data that this command wrote with other arguments
 
 exit codes:
   0    the files are there
@@ -27,16 +28,18 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from qarl.config.command_arguments import read_request
 from qarl.config.errors import nearest
-from qarl.console import entry
+from qarl.console import entry, say
 from qarl.errors import UserError
 from qarl.sources import COMMON, SOURCES
 from qarl.sources.problems import TRAIN, VALIDATION, Wording, split, to_rows
@@ -55,6 +58,7 @@ class DataRequest:
     instruction: str = ""
     system: str = ""
     format: Literal["parquet", "jsonl"] = "parquet"
+    overwrite: bool = False
 
 
 def _main(argv: list[str]) -> int:
@@ -68,10 +72,16 @@ def _main(argv: list[str]) -> int:
 def write(argv: list[str]) -> None:
     """Write the files that the words of a command ask for. Raise UserError if that fails."""
     source = _source(argv[0])
+    request, own = _parsed(argv)
+    _write(source, own, request, argv)
+
+
+def _parsed(argv: list[str]) -> tuple[DataRequest, dict[str, str]]:
+    """Return the keys of every source, and those of the source `argv[0]`."""
     common = [word for word in argv[1:] if word.partition("=")[0] in COMMON]
     request = read_request(DataRequest, common, example=_EXAMPLE)
     own = [word for word in argv[1:] if word not in common]
-    _write(source, _words(own), request, argv)
+    return request, _words(own)
 
 
 def _write(
@@ -79,13 +89,22 @@ def _write(
 ) -> None:
     stream = source.read(words, request.seed)
     folder = request.out or Path("data", stream.name)
-    from qarl.sources.files import check_folder, write_files
+    from qarl.sources.files import check_folder, read_record, refuse_other_data, write_files
 
     check_folder(folder)
+    command = ["qarl", "data", *(word for word in argv if not word.startswith("overwrite="))]
+    record = {"command": command, "seed": request.seed, **stream.settings}
+    old = read_record(folder)
+    if old is not None and not request.overwrite:
+        if not _asks_for_the_same(old, record):
+            refuse_other_data(folder, old)
+        names = [TRAIN, VALIDATION] if request.validation else [TRAIN]
+        if all((folder / f"{name}.{request.format}").is_file() for name in names):
+            say(f"{folder} is up to date")
+            return
     problems = split(stream, train=request.size, validation=request.validation)
     wording = Wording(request.system, request.instruction)
     rows = {name: to_rows(part, name, wording) for name, part in problems.items()}
-    record = {"command": ["qarl", "data", *argv], "seed": request.seed, **stream.settings}
     paths = write_files(folder, rows, ending=request.format, record=record)
     for name, path in paths.items():
         questions = [len(problem.question) for problem in problems[name]]
@@ -97,6 +116,18 @@ def _write(
     if VALIDATION in paths:
         print(f"  data.val_files={paths[VALIDATION]}")
     print(f"  reward.function={stream.reward}")
+
+
+def _asks_for_the_same(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Return whether two records are of the same data: equal settings and keys, in any order and wherever written."""
+    if {**old, "command": None} != {**new, "command": None}:
+        return False
+    try:
+        requests = [_parsed(record["command"][2:])[0] for record in (old, new)]
+    except (UserError, LookupError, TypeError, AttributeError):
+        return False
+    first, second = (replace(request, out=None) for request in requests)
+    return old["command"][2] == new["command"][2] and first == second
 
 
 def _words(words: list[str]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from qarl.checkpoint.storage import check_place, whole_folder
 from qarl.errors import UserError
@@ -43,6 +43,30 @@ def check_folder(folder: Path) -> None:
             why=f"they would be lost: {', '.join(others[:4])}",
             fix=f"move them away; or {fix}",
         )
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """Return the record of a folder that `qarl data` wrote: {} if it is damaged, None if there is none."""
+    path = folder / RECORD
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def refuse_other_data(folder: Path, record: Mapping[str, Any]) -> NoReturn:
+    """Raise the UserError about data in `folder` that were made otherwise. `record`: theirs."""
+    command = record.get("command")
+    words = map(str, command) if isinstance(command, list) else ["an unknown command"]
+    raise UserError(
+        f"will not replace {folder}, which has data of other arguments or another version of the tasks",
+        where="out",
+        why=f"they were written by: {' '.join(words)}",
+        fix="write to another folder with out=FOLDER, move this one away, or add overwrite=true",
+    )
 
 
 def write_files(

@@ -183,8 +183,42 @@ def test_a_folder_of_others_is_not_replaced(capsys: pytest.CaptureFixture[str]) 
     assert "will not replace mine" in refused(capsys, "task=sums", "out=mine")
     assert Path("mine/thesis.txt").read_text() == "long"
     assert data("task=sums", "size=3", "out=own") == 0
-    assert data("task=sums", "size=4", "out=own") == 0
+    assert data("task=sums", "size=4", "out=own", "overwrite=true") == 0
     assert len(read_rows("own/train.parquet")) == 4
+
+
+@pytest.mark.parametrize("word", ["size=4", "seed=2", "high=50", "instruction=Answer."])
+def test_data_of_other_arguments_are_not_replaced(
+    capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    assert data("task=sums", "size=3", "low=1", "out=own") == 0
+    files = {path: path.read_bytes() for path in Path("own").iterdir()}
+    message = refused(
+        capsys, "task=sums", "low=1", "out=own", *(["size=3"] if word != "size=4" else []), word
+    )
+    assert "will not replace own" in message
+    assert "qarl data reasoning_gym task=sums size=3 low=1 out=own" in message
+    assert "overwrite=true" in message
+    assert {path: path.read_bytes() for path in Path("own").iterdir()} == files
+
+
+def test_data_of_the_same_arguments_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert data("task=sums", "size=3", "low=1", "out=own") == 0
+    Path("own/train.parquet").write_bytes(b"marked")
+    assert data("out=own", "low=1", "seed=1", "task=sums", "size=3") == 0
+    assert "own is up to date" in capsys.readouterr().err
+    assert Path("own/train.parquet").read_bytes() == b"marked"
+    Path("own/train.parquet").unlink()
+    assert data("task=sums", "size=3", "low=1", "out=own") == 0
+    assert len(read_rows("own/train.parquet")) == 3
+
+
+def test_another_version_of_the_tasks_does_not_replace_data(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert data("task=sums", "size=3") == 0
+    monkeypatch.setattr("qarl.sources.reasoning_gym._version", lambda: "another")
+    assert "will not replace data/sums" in refused(capsys, "task=sums", "size=3")
 
 
 def test_a_file_of_the_folders_name_is_refused_before_a_problem_is_drawn(

@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,12 +59,26 @@ def _load(plugin: str) -> None:
     except UserError:
         raise
     except Exception as error:
+        location = _location(error)
+        fix = "give files that end in .py, or modules that this Python environment can import"
+        if location or isinstance(error, SyntaxError):
+            fix = "correct the plugin, or install what it imports"
         raise UserError(
             f"the plugin {plugin} cannot be imported",
             where="plugins",
-            why=f"{type(error).__name__}: {error}",
-            fix="give files that end in .py, or modules that this Python environment can import",
+            why=f"{type(error).__name__}: {error}{location}",
+            fix=fix,
         ) from error
+
+
+def _location(error: Exception) -> str:
+    """Return the place in the plugin's code at which `error` was raised, or "" if none of it ran."""
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = ("<frozen", os.path.dirname(importlib.__file__), __file__)
+    own = [frame for frame in frames if not frame.filename.startswith(foreign)]
+    if not own:
+        return ""
+    return f" (at {own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})"
 
 
 def _load_file(path: Path) -> None:

@@ -98,6 +98,14 @@ def test_a_plugin_that_cannot_be_imported(tmp_path, source, names, said):
     assert os.environ[plugins.VARIABLE] == ""
 
 
+def test_an_error_inside_a_plugin_names_its_line(tmp_path):
+    (tmp_path / "broken.py").write_text("import os\nfrom os import no_such_name\n")
+    with pytest.raises(UserError) as raised:
+        load_config(["config=run.yaml", "plugins=[broken.py]"])
+    assert "broken.py, line 2, in <module>" in raised.value.why
+    assert raised.value.fix == "correct the plugin, or install what it imports"
+
+
 def test_a_second_file_of_the_same_name_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other/mine.py").write_text("")

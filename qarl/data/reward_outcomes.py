@@ -13,6 +13,7 @@ import pickle
 import struct
 import sys
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -54,6 +55,13 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Outcome:
     try:
         return outcome_of(function(**arguments))
     except BaseException as error:
+        trace = error.__traceback__
+        if isinstance(error, TypeError) and trace is not None and trace.tb_next is None:
+            names = ", ".join(
+                arguments
+            )  # the call itself failed, before the first line of the function
+            fix = f"give it the parameters {names}, or **kwargs"
+            return Refused("raised TypeError", str(error), fix)
         return raised(error)
 
 
@@ -88,9 +96,11 @@ def raised(error: BaseException) -> Refused:
     except Exception:  # the user's class
         message = "its message cannot be shown"
     location = _location(error.__traceback__)
-    return Refused(
-        f"raised {type(error).__name__}", f"{message[:LONGEST_MESSAGE]}{location}", EVERY_RESPONSE
-    )
+    fix = EVERY_RESPONSE
+    if isinstance(error, BdbQuit):
+        message = "a debugger has no terminal in the process that calls the function"
+        fix = "remove breakpoint() or pdb.set_trace() from it"
+    return Refused(f"raised {type(error).__name__}", f"{message[:LONGEST_MESSAGE]}{location}", fix)
 
 
 def _location(trace: TracebackType | None) -> str:

@@ -169,7 +169,18 @@ REFUSALS: dict[str, tuple[str, str]] = {
         body("return 1 / 0"),
         r"raised ZeroDivisionError[\s\S]*line \d+, in score: return 1 / 0",
     ),
-    "wrong signature": ("def score(answer): return 1.0", "raised TypeError[\\s\\S]*data_source"),
+    "wrong signature": (
+        "def score(answer): return 1.0",
+        r"raised TypeError[\s\S]*fix: give it the parameters data_source, solution_str, ground_truth, extra_info",
+    ),
+    "without extra_info": (
+        "def score(data_source, solution_str, ground_truth): return 1.0",
+        r"raised TypeError[\s\S]*extra_info[\s\S]*fix: give it the parameters data_source",
+    ),
+    "breakpoint": (
+        body("breakpoint()\nreturn 1.0"),
+        r"a debugger has no terminal[\s\S]*fix: remove breakpoint",
+    ),
     "exit": (body("sys.exit(0)", "import sys"), "raised SystemExit"),
     "os._exit": (body("os._exit(0)", "import os"), "ended its process[\\s\\S]*exit code 0"),
     "segmentation fault": (

@@ -1,7 +1,7 @@
 """Which folders an export may replace: those that an export wrote, and of them none that a run still reads.
 
-An export leaves `MARK` in its folder, a file with the names and sizes of all others. So the folder counts as an export
-for as long as nobody has put a file into it or written one of its files again.
+An export leaves `MARK` in its folder, a file with the names and sizes of all others, and in a run with its step. So the
+folder counts as an export for as long as nobody has put a file into it or written one of its files again.
 
 Exports of version 0.1, and of commits up to 4fc89e9, have no mark. They are known by the names of their files, and by
 the form in which QaRL writes `quantization_config`: llm-compressor adds its version and fields without a value. An
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qarl.checkpoint.storage import EXPORT
+from qarl.checkpoint.storage import EXPORT, write_text
 from qarl.config.lora import FOLDER
 from qarl.errors import UserError
 from qarl.lora.adapter import CONFIG_FILE
@@ -43,6 +43,22 @@ def write_mark(folder: Path) -> None:
     """Mark the complete model folder `folder` as an export."""
     files = {name: path.stat().st_size for name, path in _files(folder)}
     (folder / MARK).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
+
+
+def record_step(folder: Path, step: int) -> None:
+    """Add to the mark of the export in `folder` that it is of `step` of its run."""
+    mark = folder / MARK
+    if mark.is_file():
+        content = json.loads(mark.read_text(encoding="utf-8"))
+        write_text(mark, json.dumps(content | {"step": step}, indent=2) + "\n")
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step of the run after which the export in `folder` was written, or None if no mark says it."""
+    try:
+        return int(json.loads((folder / MARK).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def why_foreign(folder: Path) -> str | None:

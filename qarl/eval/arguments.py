@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from qarl.checkpoint.export_folder import step_of
 from qarl.checkpoint.storage import EXPORT, SUMMARY_FILE
 from qarl.config import Config, load_config
 from qarl.config.command_arguments import OutputFile
@@ -152,12 +153,16 @@ def note_unfinished(run: Path) -> None:
         steps = summary["steps"]
         finished = summary["finished"]
     except (OSError, ValueError, LookupError, TypeError):
-        note(f"{run} has no summary, so the run is going on or was killed")
+        step = step_of(run / EXPORT)
+        of = "" if step is None else f"; its export is of step {step}"
+        note(f"{run} has no summary, so the run is going on or was killed{of}")
         return
     if failed:
         note(f"{run} failed after step {steps}: {failed}")
     elif not finished:
         note(f"{run} was interrupted after step {steps}")
+    if why := summary.get("not_exported"):
+        note(f"{run} has no export of its last step: {why}")
 
 
 def lengths_of(request: EvalRequest, config: Config | None) -> tuple[int, int]:

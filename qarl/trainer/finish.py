@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from qarl.checkpoint.export_folder import why_foreign
+from qarl.checkpoint.export_folder import record_step, step_of, why_foreign
 from qarl.checkpoint.resumable import list_checkpoints
 from qarl.checkpoint.run_folder import RunFolder
 from qarl.checkpoint.storage import (
@@ -124,6 +124,12 @@ def finish_run(
         if ending.failure is not None:
             say_error(ending.failure)
         summary["interrupted"] = True
+        if "checkpoint" not in summary:
+            why = summary.get("not_exported") or _beside(
+                run_dir, "the run was interrupted before it was written"
+            )
+            summary["not_exported"] = why
+            note(f"there is no export of step {step}: {why}")
         with suppress(Exception):
             write()
         raise
@@ -156,22 +162,34 @@ def _export(
 
     If something that is no export has its name, leave that alone, write the export beside it and raise UserError."""
     if isinstance(save, str):
-        summary["not_exported"] = save
+        summary["not_exported"] = _beside(run_dir, save)
         return
     output = run_dir / EXPORT
     foreign = why_foreign(output) if output.exists() else None
     if foreign is not None:
         output = free_name(output)
     try:
-        summary["checkpoint"] = str(save(output))
-    except StorageError as error:
-        raise not_exported(run_dir, step, error) from error
+        saved = save(output)
+    except Exception as error:
+        summary["not_exported"] = _beside(run_dir, in_words(error))
+        if isinstance(error, StorageError):
+            raise not_exported(run_dir, step, error) from error
+        raise
+    summary["checkpoint"] = str(saved)
+    record_step(saved, step)
     if foreign is not None:
         raise UserError(
             f"{run_dir / EXPORT} is not an export of QaRL, so the model was exported to {output}",
             why=foreign,
             fix=f"move {run_dir / EXPORT} away and rename {output} to {EXPORT}",
         )
+
+
+def _beside(run_dir: Path, why: str) -> str:
+    """Return `why` there is no export, and of which step the one is that an earlier part of the run has left."""
+    output = run_dir / EXPORT
+    step = step_of(output)
+    return why if step is None else f"{why}; {output} is still the one of step {step}"
 
 
 def _check_what_is_there(folder: RunFolder, summary: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from random_models import save_random_model
 
 from qarl.checkpoint.export_folder import MARK, why_foreign
 from qarl.checkpoint.resumable import _digest
+from qarl.eval.arguments import note_unfinished
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.engine import EngineFailed, RolloutEngine
 from qarl.rollout.publish.manifest import PublishReport
@@ -100,13 +101,13 @@ def fail(trainer: Trainer) -> None:
     raise RuntimeError(BOOM)
 
 
-def interrupt(trainer: Trainer) -> None:
+def interrupt(*arguments: Any) -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def interrupt_twice(trainer: Trainer) -> None:
-    interrupt(trainer)
-    interrupt(trainer)
+def interrupt_twice(*arguments: Any) -> None:
+    interrupt()
+    interrupt()
 
 
 ENDS: dict[str, tuple[Callable[..., None], End]] = {
@@ -256,6 +257,25 @@ def test_an_interrupt_while_the_last_files_are_written_hides_no_cause(
     ended = summary()
     assert ended["interrupted"] is True and ended["finished"] is (file != "export" and not first)
     assert ("no verdict" in (ended["failed"] or "")) is first
+
+
+def test_an_export_that_an_earlier_part_left_is_named_with_its_step(train, monkeypatch, capsys):
+    monkeypatch.setattr(Trainer, "at_step", at(2, interrupt))
+    assert train("trainer.save_freq=2")[0] == 130
+    assert json.loads((RUN / "export" / MARK).read_text())["step"] == 2
+    assert why_foreign(RUN / "export") is None
+    monkeypatch.setattr(Trainer, "at_step", at(0, fail))
+    monkeypatch.setattr(Policy, "save", interrupt_twice)
+    code, printed = train("trainer.save_freq=2")
+    why = summary()["not_exported"]
+    assert code == 130 and summary()["steps"] == STEPS and "checkpoint" not in summary()
+    assert f"{RUN / 'export'} is still the one of step 2" in why
+    assert f"note: there is no export of step {STEPS}: {why}\n" in printed
+    note_unfinished(RUN)
+    assert why in capsys.readouterr().err
+    (RUN / "summary.json").unlink()
+    note_unfinished(RUN)
+    assert "its export is of step 2" in capsys.readouterr().err
 
 
 def test_what_ends_the_program_during_a_run_is_an_error_of_the_run(train, monkeypatch):

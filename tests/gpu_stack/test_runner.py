@@ -143,7 +143,7 @@ def test_a_publish_after_nan_clears_every_kv_cache(
     """FlashAttention's caches, and on capability 10.0 FlashInfer's."""
     pretend(monkeypatch, capability)
     stand_in_operators()
-    monkeypatch.setattr(writers, "_choose_writer", lambda target, direct: None)
+    monkeypatch.setattr(writers, "_stored_on_cpu", lambda target, direct: None)
     scheme, folder = get_scheme("bf16"), folders[family]
     config, tensors = engine_config(folder, scheme, IGNORE), wire_tensors(folder, scheme)
     assert config.use_v2_model_runner

@@ -17,7 +17,12 @@ from third_party_uses import Use, overrides, package_uses, resolve, why_not_call
 
 required()
 
-NOT_LOCKED = {"trl": "has a lock of its own", "wandb": "is optional", "lm_eval": "is optional"}
+NOT_LOCKED = {
+    "trl": "has a lock of its own",
+    "gguf": "is in the lock of SmolLM2",
+    "wandb": "is optional",
+    "lm_eval": "is optional",
+}
 CPU_ONLY = (
     "torch.ops._C.convert_weight_packed",
     "torch.ops._C.cpu_gemm_wna16",

@@ -29,6 +29,16 @@ class RunFolder:
         except OSError:
             return True
 
+    @property
+    def moved_to(self) -> Path | None:
+        """Where the folder is now. None if it was deleted, or if the system does not say."""
+        try:
+            path = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
+            same = os.path.samestat(os.stat(path), os.fstat(self._descriptor))
+        except OSError:
+            return None
+        return path if same else None
+
     def check(self) -> None:
         """Raise StorageError if `path` is no longer this folder."""
         if self.is_lost:
@@ -36,6 +46,6 @@ class RunFolder:
             raise StorageError(
                 f"the run folder {self.path} was deleted or moved during the run",
                 why=f"the metrics and checkpoints of the run were in it{replaced}",
-                fix="if it was moved, move it back and repeat the command, which resumes from its newest checkpoint; "
-                "if it was deleted, train again",
+                fix="if it was moved, move away what has its name now, then move it back and repeat the command, which "
+                "resumes from its newest checkpoint; if it was deleted, train again",
             )

@@ -9,6 +9,7 @@ code reports the failure, but a resume does not train again.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -136,8 +137,10 @@ def finish_run(
     if ending.failure is not None:
         with suppress(Exception):  # the file may lack the last error
             write()
-        if run_dir != folder.path:
-            note(f"the last files of the run are in {run_dir}")
+        if is_lost:
+            export = ", its export among them," if "checkpoint" in summary else ""
+            note(f"the last files of the run{export} are in {run_dir}")
+            _say_how_to_move_back(folder)
         if "not_exported" in summary:
             note(f"there is no export: {summary['not_exported']}")
         raise ending.failure
@@ -153,6 +156,16 @@ def _home(folder: RunFolder, ending: Ending) -> Path:
         with ending.attempt():
             folder.check()
     return free_name(folder.path)
+
+
+def _say_how_to_move_back(folder: RunFolder) -> None:
+    """Say with which commands the run folder gets its name back. `mv` alone would put it into what has the name now."""
+    moved = folder.moved_to
+    if moved is None:
+        return
+    away = shlex.join(["mv", str(folder.path), str(free_name(folder.path))])
+    back = shlex.join(["mv", str(moved), str(folder.path)])
+    note(f"the run folder is now {moved}; before you repeat the command: {away} && {back}")
 
 
 def _export(

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -385,6 +386,11 @@ def test_a_run_without_its_folder_ends_with_one_error_and_loses_no_weights(
     assert ended["checkpoint"] == str(new / "export") and why_foreign(new / "export") is None
     if how == "replaced":
         assert (RUN / "metrics.jsonl").read_text() == "mine"
+    assert f"its export among them, are in {new}\n" in printed
+    if how != "deleted":
+        commands = printed.partition("before you repeat the command: ")[2].splitlines()[0]
+        subprocess.run(commands, shell=True, check=True)
+        assert (RUN / "config.yaml").is_file() and not Path("runs/moved").exists()
 
 
 @pytest.mark.parametrize("gone", ["export", "run folder"])

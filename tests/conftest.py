@@ -62,13 +62,16 @@ IMPORTED_BY_ENGINES = (
 
 
 def pytest_configure() -> None:
-    """A shell has SIGINT ignored in its background jobs, and so in the programs that tests start and interrupt.
+    """A shell has SIGINT ignored in its background jobs, and `nohup` SIGHUP, and so have the programs that tests start
+    and interrupt.
 
     Python's garbage collector pauses while tests are collected, because that imports much. In a process of pytest-xdist
     that only hands out tests it stays off."""
     gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import pty
+import select
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -60,11 +61,10 @@ class Terminal:
 
     def read(self) -> str:
         """Return what was written since the last call."""
-        os.set_blocking(self._master, False)
-        try:
-            return os.read(self._master, 65536).decode()
-        except BlockingIOError:
-            return ""
+        written = b""
+        while select.select([self._master], [], [], 0.05)[0]:  # one read may return a part
+            written += os.read(self._master, 65536)
+        return written.decode()
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ class Work:
         cls, model: nn.Module, *, sequences: int, prompt: int, response: int, micro_batch: int
     ) -> Work:
         """Return the work of a step of a transformers causal LM."""
-        head = model.get_output_embeddings()  # type: ignore[operator]
+        head = model.get_output_embeddings()  # type: ignore[operator]  # nn.Module, of which every attribute may be a tensor
         linears = Counter(
             Shape(*module.weight.shape)
             for module in model.modules()

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from qarl.checkpoint.storage import EXPORT, write_text
-from qarl.config.lora import FOLDER
+from qarl.config.lora import CONFIG_FILE, FOLDER
 from qarl.errors import UserError
-from qarl.lora.adapter import CONFIG_FILE
 
 MARK = "qarl_export.json"
 _RENAMED = f"{FOLDER}/{CONFIG_FILE}"

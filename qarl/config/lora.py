@@ -28,6 +28,8 @@ REFUSED = {
 """Settings of peft's LoraConfig that QaRL refuses, and why."""
 FOLDER = "adapter"
 """The folder of the adapter in an export."""
+CONFIG_FILE = "adapter_config.json"
+"""peft's name for the file of an adapter's settings."""
 Rank = Literal[0, 1, 8, 16, 32, 64, 128, 256, 320, 512]
 """vLLM's ranks, and 0 for no adapters."""
 PEFT_NAMES = {"lora_dropout": "dropout", "lora_bias": "bias", "lora_alpha": "alpha", "rank": "r"}

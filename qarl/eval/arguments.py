@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from qarl.checkpoint.export_folder import step_of
 from qarl.checkpoint.storage import EXPORT, SUMMARY_FILE
 from qarl.config import Config, load_config
 from qarl.config.command_arguments import OutputFile
@@ -152,8 +153,6 @@ def note_unfinished(run: Path) -> None:
         steps = summary["steps"]
         finished = summary["finished"]
     except (OSError, ValueError, LookupError, TypeError):
-        from qarl.checkpoint.export_folder import step_of  # it imports torch
-
         step = step_of(run / EXPORT)
         of = "" if step is None else f"; its export is of step {step}"
         note(f"{run} has no summary, so the run is going on or was killed{of}")

@@ -17,10 +17,9 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qarl.config.lora import FOLDER
+from qarl.config.lora import CONFIG_FILE, FOLDER
 from qarl.errors import UserError
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 A = ".lora_A.weight"

@@ -4,7 +4,7 @@ vLLM draws a token as the argmax of probability / noise. On a CPU its sampler (`
 first draws noise for the whole batch, rows times vocabulary, and then overwrites each row that has a seed. QaRL's
 requests all have one. vLLM's `forward_native` of the same class draws only what it uses, and gives the same tokens.
 vLLM chooses between them when it makes the sampler; this chooses again. With 49,152 words the unused noise took a
-quarter of a rollout of SmolLM2-135M.
+fifth of a rollout of SmolLM2-135M's shape.
 """
 
 from __future__ import annotations

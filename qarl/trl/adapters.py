@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from qarl.config.lora import ALL_LINEAR, PEFT_NAMES, REFUSED
+from qarl.config.lora import ALL_LINEAR, CONFIG_FILE, PEFT_NAMES, REFUSED
 from qarl.errors import UserError
-from qarl.lora.adapter import CONFIG_FILE, read_adapter
+from qarl.lora.adapter import read_adapter
 from qarl.trainer.policy import Policy
 
 _WITHOUT_EFFECT = frozenset(

@@ -15,7 +15,7 @@ class SumsConfig:
     scale: float = 1.0
     words: bool = False
     limit: Optional[int] = None  # noqa: UP045  # as the library writes it
-    seed: Optional[int] = None  # noqa: UP045
+    seed: Optional[int] = None  # noqa: UP045  # as the library writes it
     size: int = 500
 
     def validate(self) -> None:

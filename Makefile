@@ -58,7 +58,7 @@ $(VENV)/smollm2/.installed: requirements/smollm2.lock | setup
 	@$(COMPILE) $(VENV)/smollm2 $(UNCOMPILED)
 	@touch $@
 
-# The site of docs/, in build/site. MkDocs has an environment of its own, so nothing that a run needs is installed for it.
+# The site of docs/, in build/site. MkDocs has its own environment, apart from the packages of a run.
 $(VENV)/docs: requirements/docs.lock
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not on PATH; install Python 3.11 or set PYTHON=..." >&2; exit 2; }
 	$(PYTHON) -m venv $@

@@ -1,6 +1,6 @@
 """A step of real weights in this project and in its peers: same model, task, batch and cores, interleaved.
 
-Every row is a run in processes of its own, bound to the same cores. The arms take turns, round by round, so a machine
+Every row is a run in new processes, bound to the same cores. The arms take turns, round by round, so a machine
 that becomes slower does so for all of them. Peers generate as their users have it on a CPU: TRL with transformers'
 `generate`, and BF16 weights; verl with vLLM, as the CPU platform of this project runs it, at level `off`.
 """

@@ -1,7 +1,7 @@
 """The mismatch of real weights: SmolLM2-135M-Instruct, by scheme, level, length and class of token.
 
 Toys trained by this project have a small mismatch at level `off`. A pretrained model shows what alignment is for. Two
-kinds of text are sampled, each in a process of its own:
+kinds of text are sampled, each in a new process:
 
     answers   short answers to sums, as in the first step of a run
     500 ...   the model's own text, of exactly that many tokens, on a few subjects

@@ -4,8 +4,14 @@
 
 For every operation and class of M the candidates run on the layer shapes below, each checked against the shipped tile
 before it is timed; the one with the smallest geometric mean of time wins. For W4A16 the dequantized path runs too, and
-the classes from which it wins for good are left out of the table: that is the ridge. Only this GPU's table changes. The
-caches are emptied before every run, and medians are taken. The batch-invariant tiles are not tuned.
+the classes from which it wins for good are left out of the table: that is the ridge. Only this GPU's table changes.
+
+Calls are timed by replays of CUDA graphs with cold caches (`qarl.bench.timing`), because an engine replays graphs, and
+launches by Python take longer than products of few rows. `--processes` compile the candidates first: compiling takes
+seconds, timing milliseconds.
+
+A tile of an operation whose name ends in `_invariant` must give the bits of the shipped tile, splits no sum, and serves
+any number of rows. So the classes of such a table may have different tiles, but a row has the same bits in all of them.
 
 With --dry-run nothing is timed: prints how many candidates there are.
 """
@@ -16,15 +22,19 @@ import argparse
 import itertools
 import json
 import math
+import multiprocessing
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from qarl.bench.timing import CpuClock, GpuClock
 from qarl.kernels.triton import experts as grouped
 from qarl.kernels.triton import scaled_mm, w4a16
 from qarl.kernels.triton import tiles as tables
@@ -44,7 +54,17 @@ EXPERT_SHAPES = ((128, 1536, 2048), (128, 2048, 768))
 """(E, N, K) of Qwen3-30B-A3B."""
 CLASSES = (16, 32, 64, 128, 256, 512, 1024, 4096)
 GROUP = 128
-MILLISECONDS = 10
+ROUNDS = 7
+INVARIANT = "_invariant"
+"""The end of the name of an operation whose sums have one order, whatever the number of rows."""
+
+
+class Machine(NamedTuple):
+    """Where the products run and how they are timed."""
+
+    device: torch.device
+    clock: CpuClock | GpuClock
+
 
 Call = Callable[[Tile | None], torch.Tensor]
 Measured = dict[Tile | None, float]
@@ -53,8 +73,9 @@ Measured = dict[Tile | None, float]
 def candidates(operation: str, m: int) -> Iterator[Tile]:
     """Tiles worth a try for `m` rows: few, for each is compiled (about 2 s) before it is timed."""
     blocks = [block for block in (16, 32, 64, 128, 256) if block <= max(16, m)][-2:]
-    per_sm = (0,) if operation.startswith("grouped") else (2, 4) if m <= 128 else (0, 1)
-    backward = operation.endswith("backward")
+    whole_sums = operation.startswith("grouped") or operation.endswith(INVARIANT)
+    per_sm = (0,) if whole_sums else (2, 4) if m <= 128 else (0, 1)
+    backward = operation.removesuffix(INVARIANT).endswith("backward")
     wide, deep = (
         ((32, 64), (256,))
         if backward
@@ -67,12 +88,11 @@ def candidates(operation: str, m: int) -> Iterator[Tile]:
             yield tile
 
 
-def make_call(operation: str, m: int, shape: tuple[int, ...]) -> Call:
+def make_call(operation: str, m: int, shape: tuple[int, ...], device: torch.device) -> Call:
     """The product on random operands; m rows, or m rows an expert."""
     *experts, n, k = shape
     rows = m * experts[0] if experts else m
-    name = operation.removeprefix("grouped_")
-    device = "cuda"
+    name = operation.removeprefix("grouped_").removesuffix(INVARIANT)
     more: tuple[torch.Tensor, ...] = ()
     if experts:
         more = ((torch.arange(1, experts[0] + 1, device=device) * m).to(torch.int32),)
@@ -98,17 +118,16 @@ def make_call(operation: str, m: int, shape: tuple[int, ...]) -> Call:
     )
 
 
-def measure(call: Call, tile: Tile | None, expected: torch.Tensor) -> float:
-    """Median milliseconds; infinite if the tile does not fit or its numbers are off."""
+def measure(
+    operation: str, call: Call, tile: Tile | None, expected: torch.Tensor, machine: Machine
+) -> float:
+    """Median seconds; infinite if the tile does not fit or its numbers are off."""
     try:
-        product = call(tile)
-        error = (product.float() - expected.float()).norm() / expected.float().norm()
-        if not error < 1e-2:
-            print(f"  wrong numbers: {tile}, relative error {float(error):.1e}")
+        if fault := wrong(call(tile), expected, exactly=operation.endswith(INVARIANT)):
+            print(f"  {tile}: {fault}")
             return math.inf
-        return triton.testing.do_bench(
-            lambda: call(tile), warmup=5, rep=MILLISECONDS, return_mode="median"
-        )
+        _, timer = machine.clock.timer(lambda: call(tile))
+        return statistics.median(timer() for _ in range(ROUNDS))
     except OutOfResources:
         return math.inf
     except RuntimeError as error:
@@ -116,28 +135,43 @@ def measure(call: Call, tile: Tile | None, expected: torch.Tensor) -> float:
         return math.inf
 
 
-def best(operation: str, m: int, deadline: float) -> tuple[Tile | None, Measured]:
-    """The winner over the shapes by geometric mean, None for the dequantized path; and the means in ms.
+def wrong(product: torch.Tensor, expected: torch.Tensor, *, exactly: bool) -> str | None:
+    """Return what is wrong with a candidate's numbers, or None. `exactly`: whether every bit must be the same."""
+    if exactly:
+        differing = int((product != expected).sum())
+        return f"{differing} of {expected.numel()} numbers have other bits" if differing else None
+    error = float((product.float() - expected.float()).norm() / expected.float().norm())
+    return None if error < 1e-2 else f"wrong numbers, relative error {error:.1e}"
 
-    Candidates that are 1.5 times slower than the best on the first shape are not run on the others.
-    """
-    shapes: tuple[tuple[int, ...], ...] = (
-        EXPERT_SHAPES if operation.startswith("grouped") else SHAPES
-    )
-    logs: dict[Tile | None, list[float]] = {}
-    first = tables.choose(operation, torch.device("cuda"), m)
-    alive: list[Tile | None] = [
+
+def tried(operation: str, m: int, device: torch.device) -> list[Tile | None]:
+    """Return the shipped tile, the dequantized path (None) if it may be chosen, and the candidates."""
+    first = tables.choose(operation, device, m)
+    tiles: list[Tile | None] = [
         first,
         *(tile for tile in candidates(operation, m) if tile != first),
     ]
-    if "w4a16" in operation and first is not None:
-        alive.insert(1, None)
+    if "w4a16" in operation and first is not None and not operation.endswith(INVARIANT):
+        tiles.insert(1, None)
+    return tiles
+
+
+def best(operation: str, m: int, deadline: float, machine: Machine) -> tuple[Tile | None, Measured]:
+    """The winner over the shapes by geometric mean, None for the dequantized path; and the means in seconds.
+
+    Candidates that are 1.5 times slower than the best on the first shape are not run on the others.
+    """
+    shapes = shapes_of(operation)
+    logs: dict[Tile | None, list[float]] = {}
+    alive = tried(operation, m, machine.device)
+    always = alive[:2]
     for number, shape in enumerate(shapes):
-        call = make_call(operation, m, shape)
-        expected = call(tables.choose(operation, torch.device("cuda"), m))
+        call = make_call(operation, m, shape, machine.device)
+        expected = call(tables.choose(operation, machine.device, m))
         for tile in alive:
-            if tile in alive[:2] or time.monotonic() < deadline:
-                logs.setdefault(tile, []).append(math.log(measure(call, tile, expected)))
+            if tile in always or time.monotonic() < deadline:
+                seconds = measure(operation, call, tile, expected, machine)
+                logs.setdefault(tile, []).append(math.log(seconds))
         alive = [tile for tile in alive if len(logs.get(tile, ())) == number + 1]
         fastest = min(logs[tile][-1] for tile in alive)
         alive = [tile for tile in alive if logs[tile][-1] < fastest + math.log(1.5)]
@@ -145,15 +179,43 @@ def best(operation: str, m: int, deadline: float) -> tuple[Tile | None, Measured
     return min(means, key=lambda tile: means[tile]), means
 
 
-def rules(operation: str, deadline: float) -> list[dict[str, Any]]:
+def shapes_of(operation: str) -> tuple[tuple[int, ...], ...]:
+    return EXPERT_SHAPES if operation.startswith("grouped") else SHAPES
+
+
+def compile_ahead(operations: Sequence[str], processes: int) -> None:
+    """Fill Triton's cache with every candidate of these operations, in several processes on the GPU."""
+    device = torch.device("cuda")
+    work = [
+        (operation, m, tile)
+        for operation in operations
+        for m in CLASSES
+        for tile in tried(operation, m, device)
+    ]
+    start = time.monotonic()
+    spawned = multiprocessing.get_context("spawn")  # a fork cannot use CUDA
+    with ProcessPoolExecutor(processes, mp_context=spawned) as pool:
+        list(pool.map(run_once, *zip(*work, strict=True), chunksize=4))
+    print(f"compiled {len(work)} candidates: {time.monotonic() - start:.0f} s")
+
+
+def run_once(operation: str, m: int, tile: Tile | None) -> None:
+    """Run a candidate on the first shape. Whether it fits and is right is seen when it is measured."""
+    try:
+        make_call(operation, m, shapes_of(operation)[0], torch.device("cuda"))(tile)
+    except (OutOfResources, RuntimeError):
+        return
+
+
+def rules(operation: str, deadline: float, machine: Machine) -> list[dict[str, Any]]:
     """The table of one operation, as JSON."""
     winners: list[tuple[int, Tile | None]] = []
     for m in CLASSES:
-        tile, means = best(operation, m, deadline)
+        tile, means = best(operation, m, deadline, machine)
         winners.append((m, tile))
-        dequantized = f", dequantized {means[None] * 1e3:.1f} us" if None in means else ""
+        dequantized = f", dequantized {means[None] * 1e6:.1f} us" if None in means else ""
         print(
-            f"{operation} M <= {m}: {tile} {means[tile] * 1e3:.1f} us{dequantized}, {len(means)} finished"
+            f"{operation} M <= {m}: {tile} {means[tile] * 1e6:.1f} us{dequantized}, {len(means)} finished"
         )
         if tile is None:
             break
@@ -179,9 +241,7 @@ def main() -> None:
     stored = json.loads(tables.PATH.read_text(encoding="utf-8"))
     device = torch.device("cuda")
     kind = tables.architecture(device) if torch.cuda.is_available() else "hopper"
-    operations = [
-        name for name, entries in stored[kind].items() if entries and not name.endswith("invariant")
-    ]
+    operations = [name for name, entries in stored[kind].items() if entries]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -192,6 +252,9 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=30.0, help="in all; when they run out, less is tried"
     )
+    parser.add_argument(
+        "--processes", type=int, default=8, help="that compile before anything is timed; 0 for none"
+    )
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args()
     if arguments.dry_run:
@@ -201,9 +264,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("tuning needs a GPU")
     start = time.monotonic()
+    if arguments.processes:
+        compile_ahead(arguments.operations, arguments.processes)
+    machine = Machine(device, GpuClock(device))
     share = arguments.minutes * 60 / len(arguments.operations)
     for number, name in enumerate(arguments.operations):
-        stored[kind][name] = rules(name, start + share * (number + 1))
+        stored[kind][name] = rules(name, start + share * (number + 1), machine)
         if arguments.output:
             arguments.output.write_text(dump(stored), encoding="utf-8")
     print(

@@ -10,17 +10,13 @@ A kernel that fails or gives wrong numbers gets no figure, and the exit code is 
 A line shows two shares, because arithmetic or memory may be the limit: FLOP/s relative to a large BF16 product on this
 machine, and bytes/s relative to a copy. 8-bit tensor cores can reach twice the FLOP/s of BF16.
 
-Calls take turns, so that a change in the machine's speed affects all equally. On a GPU each call is timed by events of
-its stream. Before each call, a write removes its operands from the L2 cache, because in a model's forward they would
-not be there. On a CPU calls are timed by the clock, and the caches are as the other calls left them.
+Calls take turns, so that a change in the machine's speed affects all equally. On a GPU they are timed by replays of
+CUDA graphs with cold caches, on a CPU by the clock (`qarl.bench.timing`).
 """
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from qarl.bench import report
@@ -33,12 +29,7 @@ if TYPE_CHECKING:
 
     from qarl.bench.competitors import Competitor, Group
 
-FLUSH_BYTES = 512 * 2**20
-MOST_ROUNDS = 1000
-
 KEYS = Arguments
-Call = Callable[[], object]
-"""A product or quantizer with its operands."""
 
 
 def run(arguments: Arguments) -> int:
@@ -78,6 +69,8 @@ def _measure(
             document["not_measured"][f"{group.label}: {competitor.name}"] = why
     if not correct:
         return []
+    from qarl.bench.timing import measure
+
     calls = {name: competitor.call for name, competitor in correct.items()}
     times = measure(calls, device, seconds=arguments.seconds, rounds=arguments.rounds)
     results = {}
@@ -109,57 +102,11 @@ def _entry(
     }
 
 
-def measure(
-    calls: Mapping[str, Call], device: torch.device, *, seconds: float, rounds: int
-) -> dict[str, dict[str, float]]:
-    """Return median, minimum and maximum of the seconds of every call after a warm-up, and the number of calls.
-    A round runs each call once. Rounds are repeated until `seconds` have passed, but at least `rounds` times."""
-    for call in calls.values():
-        for _ in range(2):
-            call()
-    seconds_of = _seconds_on_gpu if device.type == "cuda" else _seconds_on_cpu
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    start = time.perf_counter()
-    done = 0
-    while done < rounds or (time.perf_counter() - start < seconds and done < MOST_ROUNDS):
-        for name, call in calls.items():
-            taken[name].append(seconds_of(call))
-        done += 1
-    times = {name: report.summary([values]) for name, values in taken.items()}
-    for name, values in taken.items():
-        times[name]["calls"] = len(values)
-    return times
-
-
-def _seconds_on_cpu(call: Call) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def _seconds_on_gpu(call: Call) -> float:
-    import torch
-
-    _flush_buffer().zero_()
-    start = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-@cache
-def _flush_buffer() -> torch.Tensor:
-    import torch
-
-    return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-
-
 def ceilings(device: torch.device) -> dict[str, float]:
     """Measure the machine's peak rates: bytes/s of a copy (reads plus writes), and FLOP/s of a large BF16 product."""
     import torch
+
+    from qarl.bench.timing import measure
 
     on_gpu = device.type == "cuda"
     size, side = (2**30, 8192) if on_gpu else (2**26, 1024)
@@ -167,7 +114,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
     target = torch.empty_like(source)
     a = torch.randn(side, side, device=device).bfloat16()
     b = torch.randn(side, side, device=device).bfloat16()
-    calls: dict[str, Call] = {"copy": lambda: target.copy_(source), "product": lambda: a @ b}
+    calls = {"copy": lambda: target.copy_(source), "product": lambda: a @ b}
     times = measure(calls, device, seconds=1.0 if on_gpu else 0.5, rounds=10)
     bytes_per_s = 2 * size / times["copy"]["median"]
     flop_per_s = 2 * side**3 / times["product"]["median"]

@@ -303,16 +303,25 @@ def kernel_tables(document: Mapping[str, Any]) -> str:
         groups.setdefault(key, []).append(entry)
     for (operation, model, layer, n, k), entries in groups.items():
         parts += [f"**{operation}, {model} {layer} [{n}, {k}]**", _kernel_table(entries)]
+    launched = {
+        _kernel_name(e) for e in document["results"] if e["seconds"].get("timed") == "stream"
+    }
+    if launched:
+        names = ", ".join(sorted(launched))
+        parts.append(f"With their launches, because a CUDA graph cannot hold them: {names}.")
     parts += [f"Not measured: {name}: {why}" for name, why in document["not_measured"].items()]
     return "\n\n".join(parts) + "\n"
+
+
+def _kernel_name(entry: Result) -> str:
+    return f"{entry['scheme']} {entry['kernel']}"
 
 
 def _kernel_table(entries: Sequence[Result]) -> str:
     columns = sorted({entry["m"] for entry in entries})
     by_name: dict[str, dict[int, Result]] = {}
     for entry in entries:
-        name = f"{entry['scheme']} {entry['kernel']}"
-        by_name.setdefault(name, {})[entry["m"]] = entry
+        by_name.setdefault(_kernel_name(entry), {})[entry["m"]] = entry
     rows = []
     for name, by_m in by_name.items():
         cells = [_cell(by_m.get(m), by_name) for m in columns]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,53 @@ def test_speeds(bound: Bound) -> None:
     other = entry(bound.operation, m, against, 1.0)
     assert verdict([other], bound.text) == ("missed", f"{kernel} has no figure")
     assert verdict([entry("other", m, kernel, 1.0)], bound.text)[0] == "not measured"
+
+
+def test_what_the_page_says_of_the_small_figures() -> None:
+    """docs/lookup/results/gpu.md: how far the fastest small calls are from a copy, and the bounds without 12 us."""
+    report = json.loads((ROOT / "benchmarks/results/gpu_check_2026-11-27.json").read_text())[
+        "parts"
+    ]["bench"]["report"]
+    copy = report["ceilings"]["copy_bytes_per_s"]
+    seconds: dict[tuple[str, int, str], float] = {}
+    over: dict[tuple[str, int, str], float] = {}
+    at_copy: dict[tuple[str, int, str], float] = {}
+    for result in report["results"]:
+        if result["operation"] != "input_gradient":
+            key = (result["layer"], result["m"], f"{result['scheme']} {result['kernel']}")
+            seconds[key] = result["seconds"]["median"] * 1e6
+            at_copy[key] = result["share_of_copy"] * seconds[key]
+            over[key] = seconds[key] - at_copy[key]
+    layers = ("gate_up", "down")
+    machete, bf16 = (
+        [over[layer, m, name] for layer in layers for m in (1, 16)]
+        for name in ("w4a16 vllm_machete", "bf16 bf16")
+    )
+    quantizers = [over[layer, 0, f"{name} triton"] for layer in layers for name in ("w8a8", "fp8")]
+    assert [round(f(machete)) for f in (min, max)] == [16, 18]
+    assert [round(f(bf16)) for f in (min, max)] == [13, 14]
+    assert [round(f(quantizers)) for f in (min, max)] == [8, 16]
+    assert round(12e-6 * copy / 1e6) == 51
+    launched = [
+        seconds[layer, 1, f"w8a8 {name}"]
+        for name in ("vllm_cutlass_int8", "triton")
+        for layer in layers
+    ]
+    assert [round(value, 1) for value in launched] == [74.5, 29.9, 283.7, 102.3]
+    missed = [(layer, f"{name} triton") for layer, name in product(layers, ("w4a16", "w8a8", "fp8"))
+              if at_copy[layer, 0, f"{name} triton"] / seconds[layer, 0, f"{name} triton"] < 0.7]  # fmt: skip
+    net = [at_copy[layer, 0, name] / (seconds[layer, 0, name] - 12) for layer, name in missed]
+    assert len(missed) == 4 and [f"{f(net):.0%}" for f in (min, max)] == ["88%", "90%"]
+    own = "w4a16 triton"
+    reach = [
+        seconds[layer, m, "bf16 bf16"] / (at_copy[layer, m, own] + 12)
+        for layer in layers
+        for m in (1, 16)
+    ]
+    assert [round(f(reach), 1) for f in (min, max)] == [2.0, 2.1]
+    against = {name: [round((seconds["down", m, name] - 12) / (seconds["down", m, own] - 12), 2) for m in (1, 16)]
+               for name in ("bf16 bf16", "w4a16 vllm_marlin")}  # fmt: skip
+    assert against == {"bf16 bf16": [1.76, 1.73], "w4a16 vllm_marlin": [0.76, 0.83]}
 
 
 def run(command: list[str], seconds: float) -> tuple[str, int | None]:

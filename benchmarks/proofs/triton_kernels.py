@@ -76,6 +76,12 @@ def shipped(*operations: str, per_sm: bool = True) -> list[tuple[Tile, tuple[int
     return sorted(targets.items())
 
 
+def rules_of(operation: str) -> list[str]:
+    """Return the names of the tables of `operation`: its own, and that of its invariant sums if it has one."""
+    names = (operation, f"{operation}_invariant")
+    return [name for name in names if name in tables()["hopper"]]
+
+
 POINTERS = {
     **dict.fromkeys(("x_ptr", "grad_ptr", "y_ptr", "dx_ptr", "bias_ptr", "scale_ptr"), "*bf16"),
     **dict.fromkeys(("x_scale_ptr", "w_scale_ptr", "workspace_ptr"), "*fp32"),
@@ -135,7 +141,7 @@ def _scaled_mm() -> Iterator[AotKernel]:
         "parts": 1,
     }
     for operation, kind in EIGHT_BITS:
-        for tile, targets in shipped(operation, f"{operation}_invariant"):
+        for tile, targets in shipped(*rules_of(operation)):
             variants = (
                 [{"PERSISTENT": False}, {**once, "PERSISTENT": True}] if tile.per_sm else [once]
             )
@@ -262,7 +268,7 @@ def _publish() -> Iterator[AotKernel]:
 
 KERNELS: list[AotKernel] = [
     _w4a16(w4a16_kernel, ("w4a16", "w4a16_invariant"), "EVEN_K", ("K", "stride_xm")),
-    _w4a16(w4a16_backward_kernel, ("w4a16_backward", "w4a16_backward_invariant"), "EVEN_N", ("K", "stride_gm")),
+    _w4a16(w4a16_backward_kernel, ("w4a16_backward",), "EVEN_N", ("K", "stride_gm")),
     _w4a16(grouped_w4a16_kernel, ("grouped_w4a16",), "EVEN_K", ("N", "K", "stride_xm"), SIZE=128),
     _w4a16(grouped_w4a16_backward_kernel, ("grouped_w4a16_backward",), "EVEN_N", ("N", "K", "stride_gm"), SIZE=128),
     *_scaled_mm(), *_grouped(), *_quantize(), *_between_products(), *_publish(),

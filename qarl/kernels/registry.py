@@ -62,7 +62,6 @@ LINEAR_KERNELS: list[type[LinearKernel]] = [
     VllmCutlassInt8Linear,
     TorchInt8Linear,
     triton.TritonW8A8Linear,
-    triton.TritonInvariantW8A8Linear,
     reference.ReferenceW8A8Linear,
     TorchFP8Linear,
     VllmCutlassFP8Linear,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -48,7 +49,6 @@ class _TritonLinear(LinearKernel):
     name = "triton"
     computes_input_gradient = True
     rounds_like_cuda = True
-    batch_invariant = False
 
     @classmethod
     def unavailable(cls, device: torch.device, shape: tuple[int, int]) -> str | None:
@@ -59,6 +59,7 @@ class TritonW4A16Linear(_TritonLinear):
     """int4 weights, dequantized in registers, or with many rows in a transient buffer (w4a16.py)."""
 
     operands = INT4_BF16
+    batch_invariant = False
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
@@ -79,16 +80,20 @@ class TritonW4A16Linear(_TritonLinear):
     ) -> torch.Tensor:
         from qarl.kernels.triton.w4a16 import w4a16_backward_input
 
-        packed = tensors["weight_packed"]
-        scale = tensors["weight_scale"]
-        return w4a16_backward_input(grad, packed, scale, batch_invariant=cls.batch_invariant)
+        return w4a16_backward_input(grad, tensors["weight_packed"], tensors["weight_scale"])
 
 
 class TritonW8A8Linear(_TritonLinear):
-    """int8 weights and activations. Our kernel quantizes the activations (quantize.py, scaled_mm.py)."""
+    """int8 weights and activations. Our kernel quantizes the activations (quantize.py, scaled_mm.py).
+
+    Sums of int8 products are exact, so a row has the same bits with any tile, and quant.kernels=qarl chooses this class
+    too.
+    """
 
     operands = INT8_INT8
+    options: ClassVar[tuple[KernelChoice, ...]] = (KernelChoice.ENGINE, KernelChoice.QARL)
     dtype = torch.int8
+    batch_invariant = False
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
@@ -130,19 +135,15 @@ class TritonFP8Linear(TritonW8A8Linear):
     """Like TritonW8A8Linear, with float8_e4m3fn weights and activations."""
 
     operands = FP8_FP8
+    options: ClassVar[tuple[KernelChoice, ...]] = (KernelChoice.ENGINE,)
     dtype = torch.float8_e4m3fn
 
 
 class TritonInvariantW4A16Linear(TritonW4A16Linear):
-    """Use one tile and one order of summation for any number of rows. Chosen by quant.kernels=qarl."""
+    """The forward has one order of summation for any number of rows. Chosen by quant.kernels=qarl.
 
-    name = "triton_batch_invariant"
-    options = (KernelChoice.ENGINE, KernelChoice.QARL)
-    batch_invariant = True
-
-
-class TritonInvariantW8A8Linear(TritonW8A8Linear):
-    """Like TritonInvariantW4A16Linear, but cuBLAS computes dX, so its sums may depend on the number of rows."""
+    dX takes the path of `TritonW4A16Linear`: the engine computes no dX, so there is nothing that it must be equal to.
+    """
 
     name = "triton_batch_invariant"
     options = (KernelChoice.ENGINE, KernelChoice.QARL)
@@ -150,7 +151,7 @@ class TritonInvariantW8A8Linear(TritonW8A8Linear):
 
 
 class TritonInvariantFP8Linear(TritonFP8Linear):
-    """Like TritonInvariantW8A8Linear, for FP8."""
+    """Like TritonInvariantW4A16Linear, for FP8."""
 
     name = "triton_batch_invariant"
     options = (KernelChoice.ENGINE, KernelChoice.QARL)

@@ -216,10 +216,11 @@ def scaled_mm(
     """Return BF16 [M, N] from 8-bit operands.
 
     x int8 or float8_e4m3fn [M, K] with FP32 scales [M, 1], weight [N, K] of the same dtype with scales [N, 1], bias
-    BF16 [N]. Rows of x may be strided; all others are contiguous. `batch_invariant` matters only for e4m3, because int8
-    gives the same bits with every tile.
+    BF16 [N]. Rows of x may be strided; all others are contiguous. `batch_invariant` is for e4m3. int8 gives the same
+    bits with every tile, so it has no rules of its own.
     """
     operation = operation_of(x, fast_accumulation)
+    batch_invariant &= x.dtype != torch.int8
     (m, k), n, device = x.shape, weight.shape[0], x.device
     tile = tile or choose(f"{operation}_invariant" if batch_invariant else operation, device, m)
     assert tile is not None  # the last rule of an 8-bit operation has no bounds

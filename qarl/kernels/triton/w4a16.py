@@ -11,8 +11,8 @@ Each product has two paths. The tables (`tiles.json`) say up to how many rows M 
 Both multiply the same BF16 operands and sum in FP32. They differ by the order of the sum and one BF16 rounding.
 
 Few rows make few tiles, so several programs share a sum over K (N for dX). Their parts are added in a fixed order
-(`tiles.py`), so the same inputs give the same bits. With `batch_invariant` there is one tile and no split for every
-M, so the bits of a row do not depend on the number of rows.
+(`tiles.py`), so the same inputs give the same bits. With `batch_invariant` there is one order over K and no split for
+every M, so the bits of a row do not depend on the number of rows.
 
 An output tile is computed from the packed weight. Dense and grouped kernels (`experts.py`) share it.
 
@@ -369,13 +369,11 @@ def w4a16_backward_input(
     packed: torch.Tensor,
     scale: torch.Tensor,
     *,
-    batch_invariant: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """Return dX = grad W, BF16 [M, K], from grad BF16 [M, N]. Arguments and errors are those of `w4a16_linear`."""
     group, (m, n), k = group_size(packed, scale), grad.shape, packed.shape[1] * 8
-    operation = "w4a16_backward_invariant" if batch_invariant else "w4a16_backward"
-    tile = tile or choose(operation, grad.device, m)
+    tile = tile or choose("w4a16_backward", grad.device, m)
     if tile is None:
         return grad @ dequantize_int4(packed, scale)
     dx = torch.empty(m, k, dtype=torch.bfloat16, device=grad.device)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from triton_rig import DEVICE
 
+from qarl.kernels.registry import own_kernel
 from qarl.kernels.triton.linears import unavailable
 from qarl.process import configure_vllm_process
 from qarl.quant import QuantLinear, get_scheme
@@ -96,7 +97,8 @@ def test_rows_cut_in_any_way_have_the_same_bits_on_both_sides(scheme: str) -> No
     load_general_plugins()
     layers, kernel = trainers_layers(scheme), engines_kernel(scheme)
     assert type(kernel).__name__.startswith("QaRL")
-    assert {layer.kernel.name for layer in layers} == {"triton_batch_invariant"}
+    own = own_kernel(KernelChoice.QARL, get_scheme(scheme).operands)
+    assert {layer.kernel for layer in layers} == {own}
     module = engines_layer(scheme, layers, kernel)
     x = (torch.randn(ROWS, K) * torch.randn(ROWS, 1).exp()).bfloat16().to(DEVICE)
     bias = torch.cat([layer.bias.detach() for layer in layers])

@@ -9,18 +9,21 @@ from triton_checks import SCHEMES, assert_one_rounding
 from triton_rig import DEVICE, INTERPRETED
 
 from qarl.kernels.int4 import dequantize_int4
+from qarl.kernels.registry import kernels_of
 from qarl.kernels.triton.linears import unavailable
 from qarl.kernels.triton.quantize import quantize_tokens
 from qarl.quant import QuantLinear, get_scheme
 from qarl.schemes.base import INT4_BF16
+from qarl.schemes.kernel_choice import KernelChoice
 
-NAMES = ["triton", "triton_batch_invariant"]
 
-
-def make_layer(scheme: str, kernel: str) -> QuantLinear:
+def make_layer(scheme: str, kernels: KernelChoice) -> QuantLinear:
+    """A layer with the first Triton kernel that `kernels` may choose."""
     torch.manual_seed(0)
     linear = nn.Linear(128, 96, dtype=torch.bfloat16, device=DEVICE)
-    return QuantLinear(linear, get_scheme(scheme, 32), qualified_name="layer", kernel=kernel)
+    candidates = kernels_of(kernels, get_scheme(scheme).operands)
+    name = next(kernel.name for kernel in candidates if kernel.name.startswith("triton"))
+    return QuantLinear(linear, get_scheme(scheme, 32), qualified_name="layer", kernel=name)
 
 
 def operands(layer: QuantLinear, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,12 +40,12 @@ def operands(layer: QuantLinear, x: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 @pytest.mark.parametrize("rows", [1, 37])
-@pytest.mark.parametrize("kernel", NAMES)
+@pytest.mark.parametrize("kernels", [KernelChoice.ENGINE, KernelChoice.QARL], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_forward_and_gradients_without_a_bf16_copy_of_the_weight(
-    scheme: str, kernel: str, rows: int
+    scheme: str, kernels: KernelChoice, rows: int
 ) -> None:
-    layer = make_layer(scheme, kernel)
+    layer = make_layer(scheme, kernels)
     x = (torch.randn(rows, 128) * torch.randn(rows, 1).exp()).bfloat16().to(DEVICE).requires_grad_()
     grad = torch.randn(rows, 96).bfloat16().to(DEVICE)
     y = layer(x)

@@ -119,14 +119,10 @@ def test_the_same_inputs_give_the_same_bits(tile: Tile) -> None:
 def test_batch_invariance() -> None:
     """A row has the bits that it has alone."""
     packed, scale, _ = make(96, 512, 128)
-    x, grad = make_rows(150, 512).to(DEVICE), make_rows(150, 96).to(DEVICE)
+    x = make_rows(150, 512).to(DEVICE)
     y = w4a16_linear(x, packed, scale, batch_invariant=True)
-    dx = w4a16_backward_input(grad, packed, scale, batch_invariant=True)
     for rows in (1, 2, 63, 65):
         assert torch.equal(w4a16_linear(x[:rows], packed, scale, batch_invariant=True), y[:rows])
-        assert torch.equal(
-            w4a16_backward_input(grad[:rows], packed, scale, batch_invariant=True), dx[:rows]
-        )
 
 
 def test_strided_rows() -> None:

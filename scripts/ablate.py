@@ -4,12 +4,15 @@
     python scripts/ablate.py schemes                       runs, or continues, scripts/suites/schemes.yaml
     python scripts/ablate.py remedies --seeds 0 1 --set trainer.total_training_steps=20
     python scripts/ablate.py schemes --save                also copies the results into benchmarks/results
+    python scripts/ablate.py schemes --reuse-saved --save  the same, without the runs that benchmarks/results has
 
 A suite names a config, overrides for all runs (`set`), seeds, and arms: each a mapping of config keys, whose texts may
 name {folder} (OUTPUT/SUITE) and {seed}: an arm can begin where an earlier one ended, and fails while that one has not.
 Each run is `python -m qarl.train` in a separate process. Its folder is `OUTPUT/SUITE/ARM-sSEED`. A finished run with
 the same arguments is kept, so the same command continues a suite that was interrupted. A failed run is tried again.
 After every run `results.json` and `table.md` are written to `OUTPUT/SUITE`; they name command, commit and minutes.
+With `--reuse-saved` a run that the committed results have, with the same keys, is taken from there, so that a suite of
+many hours continues on another machine.
 """
 
 from __future__ import annotations
@@ -127,6 +130,22 @@ def finished(folder: Path, arguments: Sequence[str]) -> dict[str, Any] | None:
     )
 
 
+def saved_entries(suite: Suite, more: Sequence[str]) -> dict[Run, dict[str, Any]]:
+    """Return the runs of the committed results that finished with the keys that they would have now."""
+    path = SAVED / f"ablate_{suite.name}_cpu.json"
+    if not path.is_file():
+        return {}
+    results = json.loads(path.read_text(encoding="utf-8"))
+    keys = {"config": suite.config, "set": dict(suite.set), "more": list(more)}
+    if any(results[key] != value for key, value in keys.items()):
+        return {}
+    return {
+        Run(entry["arm"], entry["seed"]): entry
+        for entry in results["runs"]
+        if not entry["failed"] and results["arms"][entry["arm"]] == suite.arms.get(entry["arm"])
+    }
+
+
 def train(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     """Run one training in a process and write its record. The output goes to `FOLDER.log`."""
     started = time.monotonic()
@@ -151,7 +170,9 @@ def train(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
 
 
 class Runner:
-    """Runs what is missing of a suite and writes the results after every run. `results`: the entries so far."""
+    """Runs what is missing of a suite and writes the results after every run.
+
+    `results`: the entries so far. `saved`: entries of runs that are not repeated."""
 
     def __init__(
         self, suite: Suite, output: Path, more: Sequence[str], jobs: int, command: str
@@ -161,10 +182,13 @@ class Runner:
         self.more = more
         self.jobs = jobs
         self.command = command
+        self.saved: dict[Run, dict[str, Any]] = {}
         self.results: Results = []
 
     def entry(self, run: Run) -> dict[str, Any]:
         """Return the entry of a run, which is made if it is not finished."""
+        if run in self.saved:
+            return self.saved[run]
         folder = self.folder / run.name
         arguments = self.suite.arguments(run, self.folder, self.more)
         record = finished(folder, arguments)
@@ -259,6 +283,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--save", action="store_true", help="copy the results into benchmarks/results at the end"
     )
+    parser.add_argument(
+        "--reuse-saved", action="store_true", help="do not repeat runs that benchmarks/results has"
+    )
     args = parser.parse_args(argv)
     command = shlex.join(["python", "scripts/ablate.py", *(sys.argv[1:] if argv is None else argv)])
     try:
@@ -275,6 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     runner = Runner(suite, args.output.absolute(), args.set, args.jobs, command)
+    if args.reuse_saved:
+        runner.saved = saved_entries(suite, args.set)
     runner.all()
     plot_suite(runner.results, runner.folder / "curves.png")
     print((runner.folder / "table.md").read_text(encoding="utf-8"))

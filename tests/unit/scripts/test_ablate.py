@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import shutil
 import statistics
 import sys
 from collections.abc import Sequence
@@ -178,6 +179,27 @@ def test_a_suite_runs_once_and_is_continued(fake: Any) -> None:
     )
     assert fake.main("sorting", "--arms", "none") == (2, [])
     assert fake.main("no_such_suite") == (2, [])
+
+
+def test_runs_of_the_committed_results_are_not_repeated(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ablate, "SAVED", fake.output)
+    fake.fail = {"model-s1"}
+    assert fake.main("sorting", "--seeds", "0", "1", "--save")[0] == 1
+    fake.fail = set()
+    shutil.rmtree(fake.output / "sorting")
+    again = ("sorting", "--seeds", "0", "1", "--reuse-saved")
+    assert fake.main(*again) == (0, ["model-s1"])
+    results = json.loads((fake.output / "sorting" / "results.json").read_text())
+    assert [run["failed"] for run in results["runs"]] == [None] * 4
+    shutil.rmtree(fake.output / "sorting")
+    assert fake.main(*again, "--set", "optim.lr=1e-5")[1] == [
+        "model-s0",
+        "model-s1",
+        "off-s0",
+        "off-s1",
+    ]
 
 
 def test_a_training_that_fails_is_recorded(tmp_path: Path) -> None:

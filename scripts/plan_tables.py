@@ -3,6 +3,7 @@
 `python scripts/plan_tables.py docs/do/lora.md` writes those of one page. A table
 stands between `<!-- plan: NAME -->` and `<!-- /plan -->`.
 
+    sizes    a step by scheme, level and size of the model relative to BF16 at `off`, with an H200's measured rates
     speed    time of a step by model, scheme and level relative to BF16, beside arXiv 2604.07853 (figures 9b and 11)
     phases   Qwen3-30B-A3B with long responses, by phase
     fits     with adapters, the longest responses that one GPU has room for
@@ -12,23 +13,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench_table import main
+from bench_table import ROOT, main
 
 from qarl.bench.model import find_model, run_config
-from qarl.bench.plan.devices import assumed_rates
+from qarl.bench.plan.devices import assumed_rates, measured_rates
 from qarl.bench.plan.predict import predict
 from qarl.bench.plan.roofline import PHASES, TERMS
 from qarl.bench.plan.work import Work
 from qarl.bench.report import markdown_table
 from qarl.checks.memory import estimate
 from qarl.checks.memory_parts import GIB
+from qarl.config.level import Level
 from qarl.doctor.model import TIGHT
 from qarl.kernels.cuda.vllm_linears import VllmMarlinLinear
-from qarl.schemes import engine_scheme_names
+from qarl.kernels.speed import RESULTS
+from qarl.schemes import engine_scheme_names, get_scheme
 
+RATES = ROOT / "benchmarks" / "results" / RESULTS
+STEP: dict[str, Any] = {
+    "gpus": 1, "prompts": 64, "n": 8, "prompt_length": 512, "response_length": (1024, 2048), "mini_batches": 1,
+    "micro_tokens": 16384, "optimizer": "adamw", "constant": 0, "rates": RATES,
+}  # fmt: skip
+SIZES = {
+    "Qwen2.5-0.5B": "0.5B",
+    "Qwen2.5-Math-1.5B": "1.5B",
+    "Qwen3-8B": "8B",
+    "Qwen3-30B-A3B": "30B-A3B",
+}
 GPU = "h100"
 LOW_BIT = engine_scheme_names(quantized=True)
 SPEED: dict[str, Any] = {
+    "levels": (Level.OFF, Level.LINEARS),
     "gpu": GPU, "gpus": 8, "prompts": 512, "n": 8, "prompt_length": 512, "response_length": (2048,), "mini_batches": 8,
     "micro_batch": 8, "optimizer": "muon",
 }  # fmt: skip
@@ -36,20 +51,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen2.5-Math-7B": {},
     "Qwen3-8B": {},
     # W8A8 is refused: the vLLM of requirements/gpu.lock has no int8 products for experts on GPUs.
+    # With two GPUs an engine's BF16 weights would leave hardly any room for a KV cache.
     "Qwen3-30B-A3B": {
-        "tensor_parallel": 2,
+        "tensor_parallel": 4,
         "gpu_memory_utilization": 0.5,
         "schemes": ("w4a16", "fp8"),
     },
 }
-BASELINE: dict[str, dict[str, Any]] = {"Qwen3-30B-A3B": {"tensor_parallel": 4}}
-"""What BF16 has in addition: with two GPUs an engine's BF16 weights would leave hardly any room for a KV cache."""
 PAPER = {("Qwen3-30B-A3B", "w4a16"): ("1.4", "1.3")}
 """What the paper's text says of rollouts alone and of QaRL. Its figures have no numbers."""
 LONG: dict[str, Any] = {
     "model": "Qwen3-30B-A3B", "gpu": GPU, "gpus": 8, "tensor_parallel": 2, "gpu_memory_utilization": 0.4,
     "prompts": 512, "n": 8, "prompt_length": 200, "response_length": (4000, 16384), "mini_batches": 8,
-    "micro_tokens": 22528, "schemes": ("w4a16",), "optimizer": "muon",
+    "micro_tokens": 22528, "schemes": ("w4a16",), "levels": (Level.LINEARS,),
+    "optimizer": "muon",
 }  # fmt: skip
 
 ROOM = {16: 15.6, 24: 22.1, 48: 44.4, 80: 79.2}
@@ -58,6 +73,34 @@ ADAPTED = ("Qwen2.5-0.5B", "Qwen2.5-Math-1.5B", "Qwen3-8B", "Qwen3-30B-A3B")
 SEQUENCES, PROMPT = 16, 1024
 """Responses of full length that the KV cache must have room for at a time, and tokens of their prompts."""
 SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+def sizes() -> str:
+    """Return a row for each scheme and level and a column for each model. At `model` also without the pass for old
+    log-probs."""
+    rates = measured_rates(RATES)
+    rows: dict[tuple[str, Level], list[str]] = {}
+    kernels: dict[tuple[str, Level], str] = {}
+    for model in SIZES:
+        works = [Work(model=model, old_log_probs=mode, **STEP) for mode in ("recompute", "rollout")]
+        steps, without = (predict(work, rates) for work in works)
+        base = steps[0]["step"]
+        for row, other in zip(steps, without, strict=True):
+            key = row["scheme"], row["level"]
+            cell = f"{base / row['step']:.2f}"
+            if row["level"].follows_engine:
+                cell += f" ({base / other['step']:.2f})"
+            if find_model(model).size.experts and get_scheme(row["scheme"]).gpu_experts_refusal(""):
+                cell = "refused"
+            rows.setdefault(key, []).append(cell)
+            kernels[key] = " / ".join(row["multiplies"].values())
+        rows[steps[0]["scheme"], steps[0]["level"]][-1] += f" = {base:.0f} s"
+    heads = ["scheme", "level", *SIZES.values(), "products by: engine / trainer"]
+    lines = [
+        [scheme, f"`{level}`", *cells, kernels[scheme, level]]
+        for (scheme, level), cells in rows.items()
+    ]
+    return markdown_table(heads, lines)
 
 
 def speed() -> str:
@@ -76,7 +119,7 @@ def speed() -> str:
     for name, changes in MODELS.items():
         settings = {"model": name, "schemes": LOW_BIT, **SPEED, **changes}
         (base,) = predict(
-            Work(**settings | BASELINE.get(name, {}) | {"schemes": ("bf16",)}), assumed_rates(GPU)
+            Work(**settings | {"schemes": ("bf16",), "levels": (Level.OFF,)}), assumed_rates(GPU)
         )
         rows = predict(Work(**settings), assumed_rates(GPU))
         for off, linears in zip(rows[::2], rows[1::2], strict=True):
@@ -91,7 +134,7 @@ def speed() -> str:
 
 def phases() -> str:
     """Return the seconds of each phase of a step with long responses, and its largest terms."""
-    _, linears = predict(Work(**LONG), assumed_rates(GPU))
+    (linears,) = predict(Work(**LONG), assumed_rates(GPU))
     lines = [
         [phase, _seconds(linears["phases"][phase]), _largest(linears, phase)] for phase in PHASES
     ]
@@ -154,7 +197,7 @@ def _longest(name: str, room: float) -> str:
     return "none"
 
 
-TABLES = {"speed": speed, "phases": phases, "fits": fits}
+TABLES = {"sizes": sizes, "speed": speed, "phases": phases, "fits": fits}
 
 
 def table(name: str) -> str:

@@ -23,6 +23,9 @@ from qarl.kernels.base import Kernel
 from qarl.kernels.cpu import layer_ops
 from qarl.process import vllm_unusable, vllm_without_device
 
+EXACT_DEVICES = ("cpu",)
+"""Where level `exact` exists. On a GPU the log-softmax of trainer and engine may differ in the last bit of FP32."""
+
 
 @dataclass(frozen=True)
 class AppliedLevel:
@@ -136,8 +139,8 @@ def exact_unavailable(
     """Return why level `exact` cannot be used for this config, device and dtype, or None if it can."""
     if why_not := model_unavailable(config, device_type, dtype, capability):
         return why_not
-    if device_type != "cpu":
-        return f"is built for cpu, not for {device_type}"
+    if device_type not in EXACT_DEVICES:
+        return f"is built for {', '.join(EXACT_DEVICES)}, not for {device_type}"
     if any(kernel.reference for kernel in kernels):
         return "some linears or experts run the reference kernel, not the engine's"
     if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV", "0") != "0":

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from qarl.kernels.speed import Speed
 from qarl.schemes.base import Operands, Scheme
 from qarl.schemes.kernel_choice import KernelChoice
 
@@ -119,6 +120,8 @@ class LinearKernel(Kernel):
     quantize_input      x BF16 [M, K] -> 8 bits [M, K] and FP32 scales [M, 1], or None if x is not quantized
     rounds_like_cuda    whether activations are rounded as by vLLM on CUDA (`qarl.kernels.reference.quantize_int8_cuda`)
     input_gradient_by   the kernel whose `backward_input` this one takes, or None
+    row_invariant       whether the bits of a row do not depend on the other rows, whatever their number
+    speed               how fast it is on a GPU, for `qarl bench plan`, or None if nobody has measured it or its like
 
     Of a kernel with an option of its own (not only the engine's) `prepare` returns a `PreparedWeight`, whose two
     tensors the engine keeps as the parameters of a layer (`qarl.rollout.vllm_plugin.own_linears`).
@@ -130,6 +133,8 @@ class LinearKernel(Kernel):
     quantize_input: ClassVar[Any] = None
     rounds_like_cuda: ClassVar[bool] = False
     input_gradient_by: ClassVar[type[LinearKernel] | None] = None
+    row_invariant: ClassVar[bool] = False
+    speed: ClassVar[Speed | None] = None
 
     @classmethod
     def unavailable(cls, device: torch.device, shape: tuple[int, int]) -> str | None:

@@ -21,7 +21,6 @@ class FP8(EightBits):
     grid = Grid(half_range=448.0, lowest=-448, highest=448)
     plan = PlanTerms(
         rate="fp8",
-        compiled=False,
         forward=BeyondProducts(dense_input=2, expert_token=5, expert_hidden=2, expert_inner=3),
         backward=BACKWARD,
     )

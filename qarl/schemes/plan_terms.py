@@ -33,14 +33,13 @@ class BeyondProducts:
 class PlanTerms:
     """A scheme in the plan of a step.
 
-    efficiency   share of the data sheet's rate that a large product reaches (assumed)
+    efficiency   share of the data sheet's rate that a large product reaches where no kernel of the scheme says how fast
+                 it is (assumed)
     rate         the rate of the data sheet that it has a share of: bf16, int8 or fp8
-    compiled     whether vLLM compiles its engine on GPUs (`qarl.rollout.engine_config.graph_arguments`)
     forward, backward   what its trainer's layers move beside their products (counted)
     """
 
     efficiency: float = 0.5
     rate: str = "bf16"
-    compiled: bool = True
     forward: BeyondProducts = field(default_factory=BeyondProducts)
     backward: BeyondProducts = field(default_factory=BeyondProducts)

@@ -27,7 +27,6 @@ class W8A8(EightBits):
     grid = Grid(half_range=127.5, lowest=-128, highest=127)
     plan = PlanTerms(
         rate="int8",
-        compiled=False,
         forward=BeyondProducts(dense_input=2, expert_token=3, expert_inner=3),
         backward=BACKWARD,
     )

@@ -40,6 +40,18 @@ def sample_size(rows: int, fraction: float) -> int:
     return min(rows, math.ceil(rows * fraction))
 
 
+def expected_share(mode: str, *, exact: bool, sample: float, mini_batches: int) -> float:
+    """Return the share of its rows whose old log-probs a step of a long run computes before its update.
+
+    `mode`: a value of actor.old_log_probs. `exact`: whether δ is 0 on every token. `sample`:
+    actor.old_log_probs_sample, the share of the rows outside the first mini-batch that `auto` checks."""
+    if mode == "rollout":
+        return 0.0
+    if mode == "auto" and exact:
+        return sample * (1 - 1 / mini_batches)
+    return 1.0
+
+
 def drawn(rows: int, count: int, seed: int) -> torch.Tensor:
     """Return `count` random numbers below `rows`, all different and in order, int64 on the CPU."""
     generator = torch.Generator().manual_seed(seed)

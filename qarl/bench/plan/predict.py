@@ -1,29 +1,40 @@
 """`python -m qarl.bench plan`: predict the time of a training step from floating-point operations and bytes.
 
     python -m qarl.bench plan model=Qwen3-8B gpu=h100 gpus=16
+    python -m qarl.bench plan model=Qwen3-8B gpus=1 rates=benchmarks/results/gpu_check_2026-11-27.json
     python -m qarl.bench plan model=SmolLM2-135M rates=KERNELS.json prompts=8 n=4 prompt_length=8 response_length=16
 
-Each low-bit scheme has a row for level `off` (quantized rollouts with a BF16 trainer) and one for level `linears`. The
-keys are those of `qarl.bench.plan.work.Work`. A second table has each term of the prediction.
+Each low-bit scheme has a row for level `off` (quantized rollouts with a BF16 trainer), one for level `linears`, and one
+for level `model`, with the engine's kernels if their rows do not depend on each other, otherwise with QaRL's
+(`quant.kernels=qarl`). The keys are those of `qarl.bench.plan.work.Work`. A second table has each term of the
+prediction. A level that the model does not have is predicted, too, and marked.
 """
 
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
+from qarl.align.applied_level import EXACT_DEVICES, split_unavailable
+from qarl.align.cuda import unavailable_on_cuda, unconfirmed_on_cuda
 from qarl.bench.arguments import check_divides
-from qarl.bench.model import default_group_size, find_model, run_config
+from qarl.bench.model import Source, default_group_size, find_model, run_config
 from qarl.bench.plan.assumptions import GPUS_PER_NODE
 from qarl.bench.plan.devices import Rates, assumed_rates, measured_rates
-from qarl.bench.plan.roofline import TERMS, Roofline, by_phase
+from qarl.bench.plan.multiplier import invariant_choice, multiplier
+from qarl.bench.plan.roofline import TERMS, Roofline, Setup, by_phase
 from qarl.bench.plan.work import Work
 from qarl.bench.report import markdown_table
 from qarl.checks.memory import MemoryEstimate, estimate
 from qarl.checks.model_size import ModelSize
+from qarl.config.actor import ActorConfig
 from qarl.config.level import Level
 from qarl.errors import UserError
-from qarl.schemes import Scheme, get_scheme
+from qarl.rollout.engine_config import graph_arguments
+from qarl.schemes import UNQUANTIZED, Scheme, get_scheme
+from qarl.schemes.kernel_choice import KernelChoice
+from qarl.step.old_log_probs import expected_share
 
 KEYS = Work
 ERROR = {
@@ -38,14 +49,14 @@ of scheme and level) at the rates in `kernels_cpu.json`."""
 
 def run(work: Work) -> int:
     """Predict, print, write, and return the exit code."""
-    rates = measured_rates(work.rates) if work.rates else assumed_rates(work.gpu)
+    rates = measured_rates(work.rates, work.gpu) if work.rates else assumed_rates(work.gpu)
     rows = predict(work, rates)
     mean = work.response_length[0]
     longest = work.response_length[-1]
     what = f"{find_model(work.model).name} on {work.gpus} x {rates.device}, {work.prompts} x {work.n} responses of"
     what += f" {mean} tokens (at most {longest}) to prompts of {work.prompt_length}. Rates of one device:"
     heading = "\n  ".join([what, *rates.sources])
-    print(heading, table(rows), terms_table(rows), footer(), sep="\n\n")
+    print(heading, table(rows), notes(rows), terms_table(rows), footer(), sep="\n\n")
     if work.json:
         document = {"rates": rates.sources, "results": rows}
         work.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -57,26 +68,70 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
     check_divides(work, "tensor_parallel", "gpus")
     check_divides(work, "mini_batches", "prompts")
     source = find_model(work.model)
-    size = source.size
     group_size = default_group_size(source.size)
     rows = []
     for name in work.schemes:
         scheme = get_scheme(name, group_size)
-        for level in _levels(scheme, adapters=bool(work.lora_r)):
-            rows.append(_row(work, rates, size, scheme, level))
+        for level in _levels(work, scheme):
+            rows.append(_row(work, rates, source, scheme, level))
     return rows
 
 
-def _levels(scheme: Scheme, *, adapters: bool) -> tuple[Level, ...]:
-    """Return the levels that are compared: `off`, at which the trainer is BF16, and `linears`, at which it is not.
-    Adapters have no BF16 base for level `off`."""
-    if not scheme.quantized:
-        return (Level.OFF,)
-    return (Level.LINEARS,) if adapters else (Level.OFF, Level.LINEARS)
+def _levels(work: Work, scheme: Scheme) -> list[Level]:
+    """Return the levels that are compared. Without quantization `linears` is `off`. Adapters have no BF16 base for
+    level `off`."""
+    levels = [level for level in work.levels if scheme.quantized or level is not Level.LINEARS]
+    if work.lora_r:
+        levels = [level for level in levels if level.low_bit and scheme.quantized] or [Level.OFF]
+    return levels
 
 
-def _row(work: Work, rates: Rates, size: ModelSize, scheme: Scheme, level: Level) -> dict[str, Any]:
+def setup(work: Work, rates: Rates, scheme: Scheme, level: Level, choice: KernelChoice) -> Setup:
+    """Return what a scheme, a level and a value of quant.kernels make of a run."""
+    trained = scheme if level.low_bit else UNQUANTIZED
+    arguments = graph_arguments(scheme, aligned=level.follows_engine, kernels=choice)
+    share = expected_share(
+        work.old_log_probs,
+        exact=level.follows_engine and _device(rates) in EXACT_DEVICES,
+        sample=ActorConfig.model_fields["old_log_probs_sample"].default,
+        mini_batches=work.mini_batches,
+    )
+    return Setup(
+        engine=multiplier(rates.product, scheme, choice),
+        trainer=multiplier(rates.product, trained, choice),
+        compiled=not arguments,
+        recomputed=share,
+    )
+
+
+def _device(rates: Rates) -> str:
+    return "cuda" if rates.on_gpu else "cpu"
+
+
+def _choice(scheme: Scheme, level: Level, rates: Rates) -> KernelChoice:
+    """Return the value of quant.kernels of a row: at `model` on a GPU, one whose rows do not depend on each other."""
+    exact = invariant_choice(scheme) if level.follows_engine and rates.on_gpu else None
+    return exact or KernelChoice.ENGINE
+
+
+def doubts(work: Work, source: Source, scheme: Scheme, level: Level) -> list[str]:
+    """Return why this model does not have `level` on a GPU of capability 9.0, or why δ is not known to be the last bit
+    there, each a sentence."""
+    if not level.follows_engine:
+        return []
+    config = SimpleNamespace(**source.config)
+    why_not = split_unavailable(work.tensor_parallel) or unavailable_on_cuda(config, (9, 0))
+    found = [f"not available: {why_not}"] if why_not else []
+    if invariant_choice(scheme) is None:
+        found.append("rows of its products may depend on each other")
+    if unconfirmed := unconfirmed_on_cuda(config, eager=False):
+        found.append(unconfirmed)
+    return found
+
+
+def _row(work: Work, rates: Rates, source: Source, scheme: Scheme, level: Level) -> dict[str, Any]:
     """Return the prediction for one scheme and level."""
+    size = source.size
     plan = memory(work, rates, size, scheme.name, level)
     room = float(plan.kv_tokens) if rates.memory_bytes else float("inf")
     if room < work.prompt_length + work.response_length[-1]:
@@ -86,12 +141,17 @@ def _row(work: Work, rates: Rates, size: ModelSize, scheme: Scheme, level: Level
             where="tensor_parallel, gpu_memory_utilization",
             fix="raise one of these keys",
         )
-    low_bit = scheme.quantized and level.low_bit
-    step = Roofline(size, rates, work, scheme, room, low_bit=low_bit).step()
+    choice = _choice(scheme, level, rates)
+    of_run = setup(work, rates, scheme, level, choice)
+    step = Roofline(size, rates, work, of_run, room).step()
     phase, peak = plan.peak
     return {
         "scheme": scheme.name,
         "level": level,
+        "kernels": choice,
+        "multiplies": {"engine": of_run.engine.kernel, "trainer": of_run.trainer.kernel},
+        "recomputed": of_run.recomputed,
+        "doubts": doubts(work, source, scheme, level) if rates.on_gpu else [],
         "seconds": step.seconds,
         "phases": by_phase(step.seconds),
         "step": sum(step.seconds.values()),
@@ -152,6 +212,20 @@ def table(rows: list[dict[str, Any]]) -> str:
         why = f"{row['memory_phase']}, too much" if row["too_much"] else row["memory_phase"]
         lines.append([*cells, f"{row['memory_bytes'] / 2**30:.1f} ({why})"])
     return markdown_table(heads, lines)
+
+
+def notes(rows: list[dict[str, Any]]) -> str:
+    """Return a line for the trainer of each row that multiplies low bits or follows the engine: with which kernels, of
+    how many rows it computes old log-probs, and what is doubtful."""
+    lines = []
+    for row in rows:
+        by = row["multiplies"]
+        who = f"{by['engine']} in the engine, {by['trainer']} in the trainer"
+        share = f"old log-probs of {row['recomputed']:.0%} of the rows"
+        line = f"{row['scheme']} {row['level']}: quant.kernels={row['kernels']}, {who}; {share}"
+        if row["level"].low_bit:
+            lines.append("; ".join([line, *row["doubts"]]))
+    return "\n".join(lines)
 
 
 def terms_table(rows: list[dict[str, Any]]) -> str:

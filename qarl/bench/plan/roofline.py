@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from qarl.bench.plan import assumptions
 from qarl.bench.plan.devices import Rates
+from qarl.bench.plan.multiplier import Multiplier, multiplier
 from qarl.bench.plan.traffic import beyond_products, muon_bytes_per_weight, newton_schulz_flop
 from qarl.bench.plan.work import Work
 from qarl.checks.model_size import ModelSize
 from qarl.config.optimizers import get_optimizer
-from qarl.schemes import UNQUANTIZED, Scheme
+from qarl.schemes import UNQUANTIZED
 
 
 @dataclass(frozen=True)
@@ -84,29 +85,43 @@ class Sent:
     gradients: float
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a scheme and a level make of a run.
+
+    engine      multiplies in the rollout
+    trainer     multiplies in the trainer's forward
+    compiled    whether vLLM compiles its engine on a GPU
+    recomputed  the share of the rows whose old log-probs a step computes in a pass
+    """
+
+    engine: Multiplier
+    trainer: Multiplier
+    compiled: bool = True
+    recomputed: float = 1.0
+
+    @property
+    def low_bit(self) -> bool:
+        """Whether the trainer multiplies by the published tensors, of which it gathers low bits."""
+        return self.trainer.scheme.quantized
+
+
 class Roofline:
     """The time of a step for one model, scheme and level on one kind of device."""
 
     def __init__(
-        self,
-        size: ModelSize,
-        rates: Rates,
-        work: Work,
-        scheme: Scheme,
-        kv_tokens: float,
-        *,
-        low_bit: bool,
+        self, size: ModelSize, rates: Rates, work: Work, setup: Setup, kv_tokens: float
     ) -> None:
-        # `kv_tokens`: how many tokens fit in an engine's KV cache. `low_bit`: whether the trainer multiplies low bits.
+        # `kv_tokens`: how many tokens fit in an engine's KV cache.
         self.size = size
         self.rates = rates
         self.work = work
-        self.scheme = scheme
+        self.setup = setup
+        self.scheme = setup.engine.scheme
         self.kv_tokens = kv_tokens
-        self.low_bit = low_bit
-        self.trainer = scheme if low_bit else UNQUANTIZED
+        self.plain = multiplier(rates.product, UNQUANTIZED)
         # On GPUs a prompt is prefilled once for all its responses, and a backward recomputes the layers.
-        self.on_gpu = work.rates is None
+        self.on_gpu = rates.on_gpu
         self.engines = work.gpus // work.tensor_parallel
         self.sequences = -(-work.prompts * work.n // self.engines)
         # Tokens of a sequence on average, while it is decoded.
@@ -115,7 +130,7 @@ class Roofline:
         self.weights = 0.0
         self.expert_weights = 0.0
         self.adapters = 0
-        self.wire = dict.fromkeys((scheme, UNQUANTIZED), 0.0)
+        self.wire = dict.fromkeys((self.scheme, setup.trainer.scheme, UNQUANTIZED), 0.0)
         """Scheme -> bytes of all linears as it publishes them."""
         for name, (n, k) in linears.items():
             for published_as in self.wire:
@@ -132,22 +147,23 @@ class Roofline:
         work = self.work
         rates = self.rates
         batches = work.batches
-        forward = batches * self.pass_(work.rows, self.trainer)
+        forward = batches * self.pass_(work.rows, self.setup.trainer)
         backward = self.backward()
         sent = self.sent()
         others = (work.gpus - 1) / work.gpus
-        # Weights are gathered for three passes, and gradients are FP32.
-        gathered = others * batches * (3 * sent.trained + 4 * sent.gradients)
+        # Weights are gathered for each pass, and gradients are FP32.
+        passes = 2 + self.setup.recomputed
+        gathered = others * batches * (passes * sent.trained + 4 * sent.gradients)
         one_node = work.gpus <= assumptions.GPUS_PER_NODE
         link = rates.link if one_node else rates.network
         publish = assumptions.PUBLISH_PASSES * sent.published / rates.memory
         seconds = {
             "prefill": self.prefill(),
             "decode": self.decode(),
-            "old_log_prob": forward,
+            "old_log_prob": self.setup.recomputed * forward,
             "forward": forward,
             "backward": backward,
-            "communication": max(gathered / link - 2 * forward - backward, 0.0),
+            "communication": max(gathered / link - (passes - 1) * forward - backward, 0.0),
             "optimizer": work.mini_batches * self.optimizer(),
             "quantize": self.quantizations() * self.quantize(),
             "publish": publish + others * sent.published / link,
@@ -161,9 +177,9 @@ class Roofline:
     def backward(self) -> float:
         """Return seconds of a step's backwards. On a GPU they run the layers' forward again."""
         rows = self.work.rows
-        each = 2 * self.pass_(rows, UNQUANTIZED)
+        each = 2 * self.pass_(rows, self.plain)
         if self.on_gpu:
-            each += self.pass_(rows, self.trainer, head=False)
+            each += self.pass_(rows, self.setup.trainer, head=False)
         if self.adapters:
             each -= self.frozen(rows)
         return self.work.batches * each
@@ -174,18 +190,18 @@ class Roofline:
         rest = size.parameters - self.weights
         published = self.wire[self.scheme] + 2.0 * rest
         if not self.adapters:
-            trained = published if self.low_bit else 2.0 * size.parameters
+            trained = published if self.setup.low_bit else 2.0 * size.parameters
             return Sent(published, trained, size.parameters)
         # A rank has the whole base, whose gradients nobody computes.
         adapters = 2.0 * self.adapters
-        base = rest if self.low_bit else size.parameters
+        base = rest if self.setup.low_bit else size.parameters
         return Sent(adapters, 2.0 * base + adapters, self.adapters)
 
     def quantizations(self) -> int:
         """Return how often a step quantizes the weights: for each optimizer step, or only for the publish."""
         if not self.scheme.quantized or self.adapters:
             return 0
-        return self.work.mini_batches if self.low_bit else 1
+        return self.work.mini_batches if self.setup.low_bit else 1
 
     def quantize(self) -> float:
         """Return seconds to quantize this rank's share of the weights."""
@@ -197,7 +213,8 @@ class Roofline:
         work = self.work
         response = work.response_length[0]
         tokens = round(work.rows * (work.prompt_length + response))
-        moved_forward, moved_backward = beyond_products(self.size, self.trainer, tokens)
+        trainer = self.setup.trainer.scheme
+        moved_forward, moved_backward = beyond_products(self.size, trainer, tokens)
         passes = work.batches * self.size.layers / self.rates.memory
         forward = passes * moved_forward
         backward = passes * moved_backward
@@ -205,7 +222,7 @@ class Roofline:
         of_forward = assumptions.LOGIT_FORWARD_BYTES * logits
         of_backward = assumptions.LOGIT_BACKWARD_BYTES * logits
         return {
-            "old_log_prob_elementwise": forward + of_forward,
+            "old_log_prob_elementwise": self.setup.recomputed * (forward + of_forward),
             "update_elementwise": 2 * forward + backward + of_forward + of_backward,
         }
 
@@ -226,7 +243,7 @@ class Roofline:
         kernels = assumptions.LAYER_KERNELS
         if size.experts:
             kernels += assumptions.EXPERTS_KERNELS
-        if not self.scheme.plan.compiled:
+        if not self.setup.compiled:
             kernels += assumptions.UNCOMPILED_KERNELS
         reduced = 0.0
         if self.work.tensor_parallel > 1:
@@ -242,7 +259,7 @@ class Roofline:
     def tail(self) -> float:
         """Return seconds in which the longest response is decoded alone, after those of the mean length have ended."""
         work = self.work
-        products = (self.product(1, self.scheme) + self.head(1)) / work.tensor_parallel
+        products = (self.product(1, self.setup.engine) + self.head(1)) / work.tensor_parallel
         steps = work.response_length[-1] - work.response_length[0]
         on_gpu = products + sum(self.decode_step(1.0).values())
         return steps * max(on_gpu, assumptions.ENGINE_SECONDS)
@@ -262,10 +279,10 @@ class Roofline:
             return seconds
         flop = sum(newton_schulz_flop(n, k) for n, k in size.linears().values()) / gpus
         moved = muon_bytes_per_weight(size) * size.matrix_parameters / gpus
-        arithmetic = flop / rates.flop_per_s(UNQUANTIZED.name, size.hidden)
+        arithmetic = flop / self.plain.flop_per_s(size.hidden)
         return seconds + max(arithmetic, moved / rates.memory)
 
-    def product(self, rows: float, scheme: Scheme) -> float:
+    def product(self, rows: float, by: Multiplier) -> float:
         """Return seconds of all linears for `rows` tokens.
 
         This is the longer of two times, one for arithmetic and one for reading the weights. The weights of experts
@@ -273,42 +290,42 @@ class Roofline:
         share = self.size.experts_per_token / max(self.size.experts, 1) or 1.0
         active = self.weights - (1 - share) * self.expert_weights
         read = self.weights - (1 - share) ** rows * self.expert_weights
-        arithmetic = 2 * rows * active / self.rates.flop_per_s(scheme.name, rows)
-        reading = self.wire[scheme] * read / self.weights / self.rates.memory
+        arithmetic = 2 * rows * active / by.flop_per_s(rows)
+        reading = self.wire[by.scheme] * read / self.weights / self.rates.memory
         return max(arithmetic, reading)
 
     def head(self, rows: float) -> float:
         """Return seconds of lm_head for `rows` tokens."""
         weights = float(self.size.vocab * self.size.hidden)
-        arithmetic = 2 * rows * weights / self.rates.flop_per_s(UNQUANTIZED.name, rows)
+        arithmetic = 2 * rows * weights / self.plain.flop_per_s(rows)
         return max(arithmetic, 2 * weights / self.rates.memory)
 
-    def layers(self, rows: float, length: float, scheme: Scheme) -> float:
+    def layers(self, rows: float, length: float, by: Multiplier) -> float:
         """Return seconds of all decoder layers for `rows` whole sequences: the linears plus causal attention.
         Attention has 2 FLOP per pair of tokens and element of the query width."""
         flop = 2.0 * rows * length**2 * self.size.query_width * self.size.layers
         tokens = rows * length
-        attention = flop / self.rates.flop_per_s(UNQUANTIZED.name, tokens)
-        return self.product(tokens, scheme) + attention
+        attention = flop / self.plain.flop_per_s(tokens)
+        return self.product(tokens, by) + attention
 
-    def pass_(self, rows: float, scheme: Scheme, *, head: bool = True) -> float:
+    def pass_(self, rows: float, by: Multiplier, *, head: bool = True) -> float:
         """Return seconds of a micro-batch's forward. A backward counts as twice an unquantized forward."""
         response = self.work.response_length[0]
         length = self.work.prompt_length + response
-        seconds = self.layers(rows, length, scheme)
+        seconds = self.layers(rows, length, by)
         return seconds + self.head(rows * response) if head else seconds
 
     def frozen(self, rows: float) -> float:
         """Return seconds of a micro-batch's products for the gradients of the base, which adapters do not need."""
         response = self.work.response_length[0]
         tokens = rows * (self.work.prompt_length + response)
-        return self.product(tokens, UNQUANTIZED) + self.head(rows * response)
+        return self.product(tokens, self.plain) + self.head(rows * response)
 
     def prefill(self) -> float:
         work = self.work
         repeated = 1 if self.on_gpu else work.n
         prompts = -(-work.prompts * repeated // self.engines)
-        products = self.layers(prompts, work.prompt_length, self.scheme) + self.head(prompts)
+        products = self.layers(prompts, work.prompt_length, self.setup.engine) + self.head(prompts)
         return products / work.tensor_parallel
 
     def at_once(self) -> float:
@@ -327,6 +344,6 @@ class Roofline:
         at_once = self.at_once()
         of_token = self.size.kv_bytes_per_token(work.tensor_parallel)
         cache = at_once * self.length * of_token / self.rates.memory
-        products = self.product(at_once, self.scheme) + self.head(at_once)
+        products = self.product(at_once, self.setup.engine) + self.head(at_once)
         step = products / work.tensor_parallel + cache
         return step * self.decode_steps()

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from qarl.bench.arguments import Schemes
 from qarl.bench.plan.devices import SHEETS
 from qarl.config.command_arguments import Commas, OutputFile, read_request
+from qarl.config.level import Level
 from qarl.config.optimizers import optimizer_names
 from qarl.config.types import OneOf
 from qarl.schemes import engine_scheme_names
@@ -22,10 +23,12 @@ from qarl.schemes import engine_scheme_names
 class Work:
     """
     model             a name from qarl/bench/models, or a folder
-    gpu               h100, h200, h800 or a100; rates are assumed shares of its data sheet
-    rates             a file of `qarl.bench kernels` to use instead of a data sheet, for one device
+    gpu               h100, h200, h800 or a100; rates are shares of its data sheet
+    rates             a file of `qarl.bench kernels` instead; a GPU's sheet adds links and the size of its memory
     gpus              total number; each engine uses tensor_parallel GPUs and gpu_memory_utilization of their memory
     schemes           bf16,w8a8,fp8,w4a16
+    levels            off,linears,model; all by default. bf16 has no `linears`
+    old_log_probs     auto, recompute or rollout, as `actor.old_log_probs`
     prompts, n        prompts per step, each of prompt_length tokens, and responses per prompt
     response_length   tokens: mean, or mean,longest (memory and the end of the rollout depend on the longest)
     mini_batches, micro_batch   optimizer steps per training step, rows per forward
@@ -42,6 +45,8 @@ class Work:
     tensor_parallel: PositiveInt = 1
     gpu_memory_utilization: PositiveFloat = 0.6
     schemes: Schemes = engine_scheme_names()
+    levels: Annotated[tuple[Level, ...], Commas] = tuple(Level)[:-1]
+    old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
     prompts: PositiveInt = 128
     n: PositiveInt = 8
     prompt_length: PositiveInt = 1024
@@ -51,7 +56,7 @@ class Work:
     micro_tokens: PositiveInt | None = None
     optimizer: Annotated[str, OneOf(optimizer_names)] = "adamw"
     lora_r: NonNegativeInt = 0
-    constant: PositiveFloat = 5.0
+    constant: NonNegativeFloat = 5.0
     json: OutputFile | None = None
 
     @classmethod

@@ -8,20 +8,24 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkout import ROOT
 
 from qarl.bench.__main__ import main
-from qarl.bench.plan.devices import Measured, Rates, measured_rates
-from qarl.bench.plan.predict import ERROR
+from qarl.bench.plan.devices import SHEETS, Rates, assumed_rates, measured_rates
+from qarl.bench.plan.multiplier import Measured, gpu_speeds, invariant_choice, multiplier
+from qarl.bench.plan.predict import ERROR, predict, setup
 from qarl.bench.plan.roofline import TERMS, Roofline, by_phase
 from qarl.bench.plan.work import Work
 from qarl.bench.report import summary
 from qarl.checks.model_size import ModelSize
+from qarl.config.level import Level
 from qarl.config.optimizers import Optimizer, register, unregister
 from qarl.errors import UserError
-from qarl.schemes import engine_scheme_names, get_scheme
+from qarl.schemes import UNQUANTIZED, engine_scheme_names, get_scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 RESULTS = ROOT / "benchmarks" / "results"
 SMALL = ModelSize(
@@ -43,16 +47,16 @@ WORK = Work(
 )
 
 
-def rates(flop: float = math.inf, memory: float = math.inf, **changes: float) -> Rates:
-    product = dict.fromkeys(engine_scheme_names(), (Measured(1.0, flop),))
-    return Rates("one", product, memory, (), **changes)  # type: ignore[arg-type]  # `changes` are numbers by name
+def rates(flop: float = math.inf, memory: float = math.inf, **changes: Any) -> Rates:
+    product = {name: {"any": (Measured(1.0, flop),)} for name in engine_scheme_names()}
+    return Rates("one", product, memory, (), **changes)
 
 
 def step(size: ModelSize, of: Rates, work: Work = WORK, scheme: str = "bf16", level: str = "linears",
          kv_tokens: float = math.inf) -> dict[str, float]:  # fmt: skip
     of_weights = get_scheme(scheme, 32)
-    low_bit = of_weights.quantized and level != "off"
-    step = Roofline(size, of, work, of_weights, kv_tokens, low_bit=low_bit).step()
+    of_run = setup(work, of, of_weights, Level(level), KernelChoice.ENGINE)
+    step = Roofline(size, of, work, of_run, kv_tokens).step()
     return step.seconds | {"gathered": step.gathered, "published": step.published}
 
 
@@ -101,21 +105,23 @@ def test_memory_by_hand(scheme: str, bytes_a_weight: float) -> None:
 
 def test_links_by_hand() -> None:
     """Two GPUs, one micro-batch each: three gathers of the BF16 weights' other half, half of the FP32 gradients."""
-    work = replace(WORK, gpus=2, rates=None)
-    costs = step(SMALL, rates(link=10.0), work)
+    work = replace(WORK, gpus=2)
+    costs = step(SMALL, rates(on_gpu=True, link=10.0), work)
     passes = 3 * PARAMETERS + 2 * PARAMETERS
     assert costs["gathered"] == passes + PARAMETERS, "and the publish gathers once more"
     assert costs["communication"] == passes / 10 and costs["publish"] == PARAMETERS / 10
-    hidden = step(SMALL, rates(flop=1e3, link=10.0), work)
+    hidden = step(SMALL, rates(on_gpu=True, flop=1e3, link=10.0), work)
     beside = 2 * hidden["forward"] + hidden["backward"]
     assert hidden["communication"] == pytest.approx(max(passes / 10 - beside, 0))
-    wire = step(SMALL, rates(), work, "w4a16")["published"]
+    wire = step(SMALL, rates(on_gpu=True), work, "w4a16")["published"]
     for level, weights in (("linears", wire), ("off", 2 * PARAMETERS)):
-        low_bit = step(SMALL, rates(), work, "w4a16", level)
+        low_bit = step(SMALL, rates(on_gpu=True), work, "w4a16", level)
         assert low_bit["gathered"] == (3 * weights + 4 * PARAMETERS + wire) / 2, (
             "the publish gathers low bits"
         )
-    far = step(SMALL, rates(link=10.0, network=1.0), replace(work, gpus=16, prompts=16))
+    far = step(
+        SMALL, rates(on_gpu=True, link=10.0, network=1.0), replace(work, gpus=16, prompts=16)
+    )
     assert far["communication"] == pytest.approx(far["gathered"] - 2 * PARAMETERS * 15 / 16), (
         "between nodes"
     )
@@ -153,9 +159,8 @@ def test_adapters_by_hand() -> None:
 
 def test_gpus_engines_and_room() -> None:
     """Half the responses each; a prompt once; blocks again in the backward; a small KV cache takes more steps."""
-    on_gpu = replace(WORK, rates=None)
     one_gpu, two_gpus = (
-        step(SMALL, rates(flop=1.0), replace(on_gpu, gpus=gpus)) for gpus in (1, 2)
+        step(SMALL, rates(flop=1.0, on_gpu=True), replace(WORK, gpus=gpus)) for gpus in (1, 2)
     )
     assert (
         two_gpus["forward"] == one_gpu["forward"] / 2
@@ -163,10 +168,10 @@ def test_gpus_engines_and_room() -> None:
     )
     assert one_gpu["prefill"] == step(SMALL, rates(flop=1.0))["prefill"] / 2
     assert one_gpu["backward"] == 3 * one_gpu["forward"] - 4 * 2 * 25 * HEAD
-    engine = step(SMALL, rates(flop=1.0), replace(on_gpu, gpus=2, tensor_parallel=2))
+    engine = step(SMALL, rates(flop=1.0, on_gpu=True), replace(WORK, gpus=2, tensor_parallel=2))
     assert engine["decode"] == one_gpu["decode"] / 2
     full, tight = (
-        step(SMALL, rates(memory=1.0), on_gpu, kv_tokens=room)["decode"]
+        step(SMALL, rates(memory=1.0, on_gpu=True), WORK, kv_tokens=room)["decode"]
         for room in (math.inf, 41.0)
     )
     weights = 2 * (WEIGHTS + HEAD)
@@ -176,8 +181,8 @@ def test_gpus_engines_and_room() -> None:
 
 
 def test_decode_steps_and_the_longest_response_by_hand() -> None:
-    work = replace(WORK, rates=None, response_length=(25, 35))
-    of = rates(memory=1.0, link=1.0)
+    work = replace(WORK, response_length=(25, 35))
+    of = rates(memory=1.0, link=1.0, on_gpu=True)
     costs = step(MOE, of, work, "w4a16")
     assert (
         costs["small_kernels"] == pytest.approx(24 * 2 * 18 * 3e-6)
@@ -197,7 +202,7 @@ def test_decode_steps_and_the_longest_response_by_hand() -> None:
     assert costs["tail"] == pytest.approx(10 * alone, rel=1e-3), (
         "one token reads two of four experts"
     )
-    fast = step(MOE, rates(), work, "w4a16")
+    fast = step(MOE, rates(on_gpu=True), work, "w4a16")
     assert fast["tail"] == pytest.approx(10 * 8e-3), "the host takes longer"
     assert fast["engine"] == pytest.approx(24 * 8e-3 - fast["small_kernels"] - fast["sampler"])
 
@@ -213,15 +218,16 @@ def test_measured_rates(tmp_path: Path) -> None:
         json.dumps({"device": "d", "ceilings": {"copy_bytes_per_s": 5.0}, "results": entries})
     )
     measured = measured_rates(path)
-    assert measured.product["bf16"] == [Measured(1.0, 200.0), Measured(100.0, 2000.0)]
-    assert measured.product["w8a8"] == [Measured(1.0, 400.0)]
-    assert [measured.flop_per_s("bf16", rows) for rows in (1, 9, 11, 10**6)] == [
-        200,
-        200,
-        2000,
-        2000,
-    ]
-    assert measured.product["fp8"] == measured.product["bf16"] and measured.memory == 5.0
+    points = [Measured(1.0, 200.0), Measured(100.0, 2000.0)]
+    assert measured.product["bf16"] == {"bf16": points} and not measured.on_gpu
+    assert measured.product["w8a8"] == {
+        "fast": [Measured(1.0, 400.0)],
+        "slow": [Measured(1.0, 200 / 9)],
+    }
+    by = multiplier(measured.product, UNQUANTIZED)
+    assert [by.flop_per_s(rows) for rows in (1, 9, 11, 10**6)] == [200, 200, 2000, 2000]
+    assert multiplier(measured.product, get_scheme("w8a8")).kernel == "fast"
+    assert measured.product["fp8"] == {"assumed": points} and measured.memory == 5.0
     said = dict.fromkeys(measured.sources)
     assert any("fp8" in line and "assumed" in line for line in said) and not any(
         "assumed" in line for line in said if line.startswith(("bf16", "w8a8", "memory"))
@@ -231,6 +237,134 @@ def test_measured_rates(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="BF16"):
         measured_rates(path)
+
+
+def test_rates_of_a_gpu_are_combined_with_its_data_sheet() -> None:
+    """Small figures that contain the benchmark's own time are left out, and links come from the sheet."""
+    of = measured_rates(RESULTS / "gpu_check_2026-11-27.json")
+    assert of.on_gpu and of.memory == pytest.approx(4.243e12, rel=1e-3)
+    assert (of.memory_bytes, of.link) == (141 * 10**9, 0.8 * 450e9)
+    for kernels in of.product.values():
+        assert all(
+            [point.rows for point in points] == [512, 4096, 16384] for points in kernels.values()
+        )
+    gate_up = 2 * 4096 * 12288 * 4096
+    down = gate_up
+    assert of.product["bf16"]["bf16"][1].flop_per_s == pytest.approx(
+        (gate_up + down) / (521.6e-6 + 513.5e-6), rel=1e-3
+    )
+    assert step(SMALL, of, scheme="w4a16")["small_kernels"] > 0, "the terms of GPUs are on top"
+
+
+def test_small_figures_count_if_graphs_were_timed(tmp_path: Path) -> None:
+    def entry(m: int, timed: str) -> dict[str, object]:
+        seconds = {"median": 1.0, "timed": timed}
+        names = {"operation": "linear", "scheme": "bf16", "kernel": "bf16"}
+        return names | {"m": m, "n": 10, "k": 10, "seconds": seconds}
+
+    results = [entry(1, "graph"), entry(16, "stream"), entry(512, "stream")]
+    report = {"device": "NVIDIA H300", "ceilings": {"copy_bytes_per_s": 5.0}, "results": results,
+              "arguments": {"device": "cuda"}}  # fmt: skip
+    path = tmp_path / "k.json"
+    path.write_text(json.dumps({"parts": {"bench": {"report": report}}}))
+    of = measured_rates(path, "a100")
+    assert [point.rows for point in of.product["bf16"]["bf16"]] == [1, 512]
+    assert of.memory_bytes == 80 * 10**9, "a GPU without a sheet takes that of gpu="
+
+
+def test_kernels_say_the_speeds_that_an_h200_measured() -> None:
+    document = json.loads((RESULTS / "gpu_check_2026-11-27.json").read_text())
+    of = measured_rates(RESULTS / "gpu_check_2026-11-27.json")
+    peaks = SHEETS["h200"].flop_per_s
+    compared = []
+    for name in engine_scheme_names():
+        for kernel, speed in gpu_speeds(get_scheme(name)).items():
+            points = of.product[name][speed.measured]
+            shares = [(point.rows, point.flop_per_s / peaks[speed.rate]) for point in points]
+            said = [(share.rows, pytest.approx(share.share, abs=6e-4)) for share in speed.shares]
+            assert shares == said, (name, kernel)
+            compared.append(kernel)
+    assert {"bf16", "vllm_machete", "vllm_cutlass_int8", "vllm_cutlass_fp8"} <= set(compared)
+    assert document["parts"]["bench"]["report"]["device"] == "NVIDIA H200"
+
+
+def test_a_product_has_the_rate_of_its_rows() -> None:
+    """Machete reaches 0.65 of the data sheet with a decode step's rows and 0.67 with an update's, cuBLAS 0.73 and 0.76;
+    an A100, which nobody has measured, has one assumed share."""
+    of = assumed_rates("h200").product
+    shares = {
+        (name, rows): multiplier(of, get_scheme(name)).flop_per_s(rows) / 989.4e12
+        for name in ("w4a16", "bf16")
+        for rows in (256, 16384)
+    }
+    assert shares == pytest.approx({("w4a16", 256): 0.650, ("w4a16", 16384): 0.668,
+                                    ("bf16", 256): 0.734, ("bf16", 16384): 0.759})  # fmt: skip
+    ampere = multiplier(assumed_rates("a100").product, get_scheme("w4a16"))
+    assert ampere.kernel == "assumed" and ampere.flop_per_s(1) == 0.55 * 312e12
+
+
+def test_the_kernels_of_model_are_those_whose_rows_are_independent() -> None:
+    choices = {name: invariant_choice(get_scheme(name)) for name in engine_scheme_names()}
+    assert choices["w8a8"] is KernelChoice.ENGINE, "int8 sums are exact"
+    assert choices["bf16"] is None, "nobody has shown for which shapes cuBLAS splits"
+    assert choices["w4a16"] is KernelChoice.QARL
+
+
+def test_what_the_level_makes_of_the_engine() -> None:
+    """vLLM compiles neither 8-bit activations nor an engine that the trainer follows."""
+    of = rates(on_gpu=True)
+    compiled = {
+        (scheme, level): setup(
+            WORK, of, get_scheme(scheme), Level(level), KernelChoice.ENGINE
+        ).compiled
+        for scheme in engine_scheme_names()
+        for level in ("off", "linears", "model")
+    }
+    for scheme in engine_scheme_names():
+        rounds = get_scheme(scheme).rounds_activations
+        assert [compiled[scheme, level] for level in ("off", "linears", "model")] == (
+            [False] * 3 if rounds else [True, True, False]
+        )
+
+
+def test_the_pass_for_old_log_probs_by_hand() -> None:
+    """Four mini-batches: where δ is 0, which no GPU has shown, `auto` computes 1/8 of 3/4 of the rows."""
+    work = replace(WORK, mini_batches=4)
+
+    def old(mode: str, level: str, **gpu: bool) -> float:
+        costs = step(
+            SMALL,
+            rates(flop=1.0, memory=1.0, **gpu),
+            replace(work, old_log_probs=mode),
+            level=level,
+        )
+        return (costs["old_log_prob"] + costs.get("old_log_prob_elementwise", 0.0)) / (
+            costs["forward"] + (costs["update_elementwise"] if gpu else 0.0)
+        )
+
+    assert [old("auto", level) for level in ("off", "linears", "model")] == [1, 1, 3 / 32]
+    assert old("recompute", "model") == 1 and old("rollout", "model") == 0
+    assert old("rollout", "model", on_gpu=True) == 0
+    assert old("auto", "model", on_gpu=True) == old("recompute", "model", on_gpu=True) > 0
+    gathered = [
+        step(SMALL, rates(on_gpu=True), replace(work, gpus=2, old_log_probs=mode))["gathered"]
+        for mode in ("recompute", "rollout")
+    ]
+    assert gathered[0] - gathered[1] == PARAMETERS, "a pass gathers half of the BF16 weights"
+
+
+def test_rows_say_what_is_doubtful() -> None:
+    def of(**changes: Any) -> list[str]:
+        work = Work(gpu="h200", schemes=("w4a16",), levels=(Level.MODEL,), **changes)
+        (row,) = predict(work, assumed_rates("h200"))
+        return row["doubts"]
+
+    assert not any("not available" in doubt for doubt in of(model="Qwen3-0.6B"))
+    (split,) = [
+        doubt for doubt in of(model="Qwen3-0.6B", tensor_parallel=2) if "not available" in doubt
+    ]
+    assert "tensor_model_parallel_size=2" in split
+    assert any("heads of 64" in doubt for doubt in of(model="Qwen2.5-0.5B"))
 
 
 def test_the_stated_error_is_that_of_the_committed_measurements() -> None:
@@ -243,8 +377,9 @@ def test_the_stated_error_is_that_of_the_committed_measurements() -> None:
     quotients: dict[str, list[float]] = {phase: [] for phase in ERROR}
     for result in document["results"]:
         scheme = get_scheme(result["scheme"], workload["group_size"])
-        low_bit = scheme.quantized and result["level"] != "off"
-        seconds = Roofline(size, of, work, scheme, math.inf, low_bit=low_bit).step().seconds
+        work_of_all = replace(work, old_log_probs="recompute")
+        of_run = setup(work_of_all, of, scheme, Level(result["level"]), KernelChoice.ENGINE)
+        seconds = Roofline(size, of, work, of_run, math.inf).step().seconds
         predicted = seconds | {
             "step": sum(seconds.values()),
             "rollout": seconds["prefill"] + seconds["decode"],
@@ -268,6 +403,7 @@ def test_a_plan_for_a_mixture_of_experts(
         "gpu=h800",
         "tensor_parallel=2",
         "schemes=bf16,w4a16",
+        "levels=off,linears",
         f"json={path}",
     ]
     assert main(["plan", *arguments]) == 0
@@ -308,6 +444,7 @@ def test_the_pages_show_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> No
     assert re.findall(r"<!-- plan: (\w+) -->", page + adapters) == list(tables.TABLES)
     joined = page.replace("\n", " ")
     for command, settings in (
+        ("plan gpus=1", tables.STEP | {"rates": tables.RATES.relative_to(ROOT)}),
         ("plan gpu=h100 gpus=8", tables.SPEED),
         ("plan model=Qwen3-30B-A3B", tables.LONG),
     ):

@@ -89,12 +89,14 @@ def expert_rows(size: ModelSize, config: Config, level: Level) -> list[Part]:
 
 
 def logits(size: ModelSize, config: Config) -> list[Part]:
-    """Return the parts for the logits of one micro-batch and their softmax. verl also computes logits of prompts.
+    """Return the parts for the logits of one micro-batch and their softmax, which only tokens of responses have. Heads
+    that scale or cap logits also have them of prompts in verl.
 
     If micro-batches are limited by tokens, all their tokens are assumed to be of responses."""
     data = config.data
     tokens = [micro_batch_tokens(config, log_probs=True), micro_batch_tokens(config)]
-    if config.backend == "local" and not config.actor.use_dynamic_bsz:
+    of_responses = size.plain_head or config.backend == "local"
+    if of_responses and not config.actor.use_dynamic_bsz:
         length = data.max_prompt_length + data.max_response_length
         tokens = [count // length * data.max_response_length for count in tokens]
     forward, backward = (count * size.vocab for count in tokens)

@@ -33,6 +33,8 @@ class ModelSize:
     experts_per_token: int = 0
     moe_intermediate: int = 0
     sparse_layers: tuple[int, ...] = ()
+    plain_head: bool = True
+    """Whether the logits are lm_head's product and nothing more (`qarl.families.base.Family.plain_head`)."""
 
     @classmethod
     def from_config(cls, config: Any) -> ModelSize:
@@ -65,6 +67,7 @@ class ModelSize:
             experts_per_token=keys.get("num_experts_per_tok") or 0,
             moe_intermediate=keys.get("moe_intermediate_size") or 0,
             sparse_layers=sparse,
+            plain_head=family.plain_head,
         )
 
     @property

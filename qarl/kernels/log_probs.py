@@ -7,6 +7,10 @@ Rows are processed in blocks:
 
 If the engine sampled by top-k or top-p, the softmax is over the tokens that it sampled from, a packed mask (below).
 
+Rows of the weight beyond the tokenizer's `vocabulary` are multiplied like all others, and their logits then become
+`NO_LOGIT`, as verl masks them in vLLM. A product with a slice of the weight, such as 151665 rows of Qwen2.5's 151936,
+would have rows that are aligned to 2 bytes, for which cuBLAS has only slow kernels.
+
 `log_probs_of_logits` does the same with all logits at once. Its results are the same bit for bit if the BF16 product of
 a row does not depend on other rows (with AMX that of `qarl.kernels.cpu.bf16_linear`, which multiplies here; without it
 PyTorch's from 17 rows on). Only the gradient of `weight` can differ in the last BF16 bit. It is summed over blocks in
@@ -52,6 +56,8 @@ from qarl.kernels.cpu.bf16_linear import product_with
 
 LOGITS_AT_A_TIME = 2**27
 """Number of logits in a block. The backward of a block needs 2.3 GiB for them."""
+NO_LOGIT = -1e30
+"""The logit of what is no token. Its probability is exactly 0. With -inf the entropy would be NaN."""
 _ROW_MULTIPLE = 64  # blocks of whole tiles
 _WEIGHT_ROWS = 16384  # rows of the weight's gradient that are computed at a time
 
@@ -69,6 +75,7 @@ def chosen_log_probs(
     temperature: float,
     rows: int | None = None,
     mask: torch.Tensor | None = None,
+    vocabulary: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return FP32 log-probs [T] of `tokens`, and the likeliest token at each place as int64 [T] (no gradient).
 
@@ -78,9 +85,16 @@ def chosen_log_probs(
         tokens: int64 [T].
         rows: number of rows in a block; by default `rows_at_a_time(V)`.
         mask: packed masks of the tokens in the softmax, uint8 [T, packed_width(V)]; None for all tokens.
+        vocabulary: number of tokens. Later rows of the weight have no probability, and their gradients are 0.
     """
     chosen: tuple[torch.Tensor, torch.Tensor] = _ChosenLogProbs.apply(
-        hidden, weight, tokens, temperature, rows or rows_at_a_time(weight.shape[0]), mask
+        hidden,
+        weight,
+        tokens,
+        temperature,
+        rows or rows_at_a_time(weight.shape[0]),
+        mask,
+        vocabulary,
     )
     return chosen
 
@@ -93,6 +107,7 @@ def log_probs_and_entropies(
     *,
     temperature: float,
     rows: int | None = None,
+    vocabulary: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probs of `chosen_log_probs`, bit for bit, and the entropies in nats, FP32 [T], without gradients.
 
@@ -102,11 +117,18 @@ def log_probs_and_entropies(
     entropies = torch.empty_like(log_probs)
     multiply = product_with(weight)
     for block in _blocks(len(hidden), rows or rows_at_a_time(weight.shape[0])):
-        every = (multiply(hidden[block]).float() / temperature).log_softmax(-1)
+        every = (within(multiply(hidden[block]), vocabulary).float() / temperature).log_softmax(-1)
         log_probs[block] = every.gather(1, tokens[block, None])[:, 0]
         entropies[block] = every.exp().mul_(every).sum(-1).neg_()
         del every  # the next block needs its memory
     return log_probs, entropies
+
+
+def within(logits: torch.Tensor, vocabulary: int | None) -> torch.Tensor:
+    """Set the columns of logits [..., V] from `vocabulary` on to `NO_LOGIT`, in place, and return them. None: none."""
+    if vocabulary is not None:
+        logits[..., vocabulary:] = max(NO_LOGIT, torch.finfo(logits.dtype).min)
+    return logits
 
 
 def log_probs_of_logits(
@@ -251,16 +273,18 @@ class _ChosenLogProbs(torch.autograd.Function):
         temperature: float,
         rows: int,
         mask: torch.Tensor | None,
+        vocabulary: int | None,
     ) -> Any:
         ctx.save_for_backward(hidden, weight, tokens)
         ctx.temperature = temperature
         ctx.rows = rows
         ctx.mask = mask
+        ctx.vocabulary = vocabulary
         log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
         top = torch.empty_like(tokens)
         multiply = product_with(weight)
         for block in _blocks(len(hidden), rows):
-            logits = multiply(hidden[block])
+            logits = within(multiply(hidden[block]), vocabulary)
             log_probs[block], top[block] = log_probs_of_logits(
                 logits,
                 tokens[block],
@@ -285,7 +309,7 @@ class _ChosenLogProbs(torch.autograd.Function):
         grad_weight = None
         multiply = product_with(weight)
         for block in blocks:
-            logits = multiply(hidden[block]).requires_grad_()
+            logits = within(multiply(hidden[block]), ctx.vocabulary).requires_grad_()
             mask = None if ctx.mask is None else ctx.mask[block]
             with torch.enable_grad():
                 log_probs, _ = log_probs_of_logits(
@@ -302,10 +326,7 @@ class _ChosenLogProbs(torch.autograd.Function):
         return (
             grad_hidden,
             grad_weight if total is None else total.to(weight.dtype),
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,
         )
 
 

@@ -13,11 +13,14 @@ verl's VeOmni engine (verl/workers/engine/veomni/transformer_impl.py).
 Log-probs: verl would store all logits of a micro-batch. For Qwen3 and the paper's 22528 tokens, they need 38 GiB in the
 update (12 bytes for each of 22528 x 151936). verl's fused kernels also avoid this, but do not give the engine's numbers
 (`qarl.kernels.log_probs`). FSDP2 gathers lm_head's weight only for lm_head's forward, so `LogProbHead` replaces the
-linear and computes log-probs and entropies there, in blocks of tokens. If `request_log_probs` gave it the tokens before
-the forward, it returns log-probs [1, tokens, 1] instead of logits. Logits are still computed in these cases:
+linear and computes log-probs and entropies there, in blocks of tokens, as the local backend does: only at the places
+that predict a token of a response. If `request_log_probs` gave it these places before the forward, it returns their
+log-probs [1, places, 1] instead of logits, and `take_log_probs` puts them where verl looks for them. verl never reads
+those of prompts, which are 0. If a micro-batch does not say which tokens are of responses, all places are computed.
+Logits of all tokens are still computed in these cases:
 
-- padded rows
 - models whose logits are scaled or capped
+- rows of different temperatures
 - gradients of entropies
 - verl's distillation and sums of squared probabilities
 
@@ -28,20 +31,23 @@ last bits, by up to 1.2e-6 if everything else is equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from verl.utils import tensordict_utils as tu
 
 from qarl.checks.model import has_plain_head, no_fp32_head
+from qarl.kernels.base import upload
 from qarl.kernels.cpu import bf16_linear
 from qarl.kernels.log_probs import chosen_log_probs, log_probs_and_entropies
 from qarl.progress import live
 from qarl.step.routing import RoutingReplay
+from qarl.trainer.batch import TOKEN_MULTIPLE
 
 _OTHER_OUTPUTS = (
     "calculate_sum_pi_squared",
@@ -51,18 +57,66 @@ _OTHER_OUTPUTS = (
 )
 
 
+@dataclass(frozen=True)
+class RowLengths:
+    """The lengths of the rows of one of verl's micro-batches, which the host reads once.
+
+    tokens     number of tokens of each row, prompt and response
+    responses  number of those of the response, or None if the micro-batch does not say
+    """
+
+    tokens: tuple[int, ...]
+    responses: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, micro_batch: Any) -> RowLengths:
+        offsets = [micro_batch["input_ids"].offsets()]
+        responses = micro_batch.get("responses", None)
+        if responses is not None and responses.is_nested:
+            offsets.append(responses.offsets())
+        tokens, *known = torch.stack([each.long() for each in offsets]).diff().tolist()
+        return cls(tuple(tokens), tuple(known[0]) if known else None)
+
+    def predictors(self, width: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where the logits of responses are: their places in the jagged `input_ids`, and in the flattened tokens
+        of a forward whose rows are padded to `width`, or packed if that is None. Both are int64 [n], on the CPU."""
+        lengths = torch.tensor(self.tokens)
+        ends = lengths.cumsum(0)
+        starts = ends - lengths
+        if self.responses is None:
+            first = starts
+            counts = lengths
+        else:
+            counts = torch.tensor(self.responses)
+            first = ends - counts - 1
+        before = counts.cumsum(0) - counts
+        places = torch.arange(int(counts.sum())) + (first - before).repeat_interleave(counts)
+        if width is None:
+            return places, places
+        added = torch.arange(len(lengths)) * width - starts
+        return places, places + added.repeat_interleave(counts)
+
+
 @dataclass
 class Request:
-    """A request for the next forward: the log-probs of `tokens` (int64), and `entropies` if `entropy` is true."""
+    """A request for the next forward: the log-probs of `tokens` after the positions `slots`, both int64 [m].
+
+    slots      indices into the flattened tokens of the forward. Those from `len(places)` on only fill up
+    places     int64 [n], the indices of the same positions in verl's jagged `input_ids`
+    entropy    whether `entropies`, FP32 [m], are computed, too
+    """
 
     tokens: torch.Tensor
+    slots: torch.Tensor
+    places: torch.Tensor
     temperature: float
     entropy: bool
     entropies: torch.Tensor | None = None
 
 
 class LogProbHead(nn.Linear):
-    """lm_head without bias. `vocabulary`: number of tokens of the tokenizer. Later rows of the weight are ignored."""
+    """lm_head without bias. `vocabulary`: number of tokens of the tokenizer. Later rows of the weight get no
+    probability."""
 
     vocabulary: int
     fp32: bool = False
@@ -72,15 +126,20 @@ class LogProbHead(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         request = self.request
         weight = self.weight
+        if request is not None:
+            input = input.flatten(0, -2)[request.slots]
         if self.fp32:
             input = input.float()
             weight = weight.float()
         if request is None:
             return bf16_linear.linear(input, weight)
         compute = log_probs_and_entropies if request.entropy else chosen_log_probs
-        weight = weight[: self.vocabulary]
         log_probs, second = compute(
-            input[0], weight, request.tokens, temperature=request.temperature
+            input,
+            weight,
+            request.tokens,
+            temperature=request.temperature,
+            vocabulary=self.vocabulary,
         )
         request.entropies = second if request.entropy else None
         return log_probs[None, :, None]
@@ -105,45 +164,58 @@ def replace_head(module: Any, vocabulary: int, head_dtype: str = "model") -> Log
     return new
 
 
-def request_log_probs(head: LogProbHead | None, micro_batch: Any, output_args: Any) -> None:
-    """Tell `head` what to compute in the next forward. `output_args`: from verl's `prepare_model_inputs`."""
+def request_log_probs(
+    head: LogProbHead | None,
+    micro_batch: Any,
+    lengths: RowLengths,
+    inputs: Mapping[str, Any],
+    output_args: Mapping[str, Any],
+) -> None:
+    """Tell `head` what to compute in the next forward. `inputs`, `output_args`: from verl's `prepare_model_inputs`."""
     if head is None:
         return
     head.request = None
     temperature = micro_batch.get("temperature", 1.0)
-    number = (
-        getattr(temperature, "data", temperature)
-        if not isinstance(temperature, torch.Tensor)
-        else None
-    )
+    if isinstance(temperature, torch.Tensor):
+        return
     entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
     others = any(
         tu.get_non_tensor_data(data=micro_batch, key=key, default=False) for key in _OTHER_OUTPUTS
     )
+    if others or (entropy and torch.is_grad_enabled()):
+        return
     packed = "temperature_rmpad" in output_args
-    if number is not None and packed and not others and not (entropy and torch.is_grad_enabled()):
-        head.request = Request(
-            output_args["input_ids_rmpad_rolled"], max(float(number), 1e-8), entropy
-        )
+    places, slots = lengths.predictors(None if packed else inputs["input_ids"].shape[1])
+    number = len(places)
+    missing = -number % TOKEN_MULTIPLE
+    both = torch.stack([F.pad(index, (0, missing)) for index in (places, slots)])
+    places, slots = upload(both, inputs["input_ids"].device)
+    head.request = Request(
+        output_args["input_ids_rmpad_rolled"][places],
+        slots,
+        places[:number],
+        max(float(getattr(temperature, "data", temperature)), 1e-8),
+        entropy,
+    )
 
 
 def take_log_probs(
-    head: LogProbHead | None, output: Any, micro_batch: Any, output_args: Any, gather: Any
+    head: LogProbHead | None, output: Any, micro_batch: Any
 ) -> dict[str, torch.Tensor] | None:
     """Return the outputs that verl expects, jagged like `input_ids`, or None if the forward computed logits.
 
-    `output`: the model's output. FSDP2's hooks for the backward are on its tensors. `gather`: verl's function that
-    joins the parts of a packed sequence and removes padding.
-    """
+    `output`: the model's output. FSDP2's hooks for the backward are on its tensors."""
     if head is None or head.request is None:
         return None
     request = head.request
     head.request = None
-    offsets = micro_batch["input_ids"].offsets()
+    ids = micro_batch["input_ids"]
+    places = request.places
+    everywhere = torch.zeros(ids.values().shape, device=places.device)
     outputs = {"log_probs": output.logits[0, :, 0], "entropy": request.entropies}
     return {
         name: torch.nested.nested_tensor_from_jagged(
-            gather(values, output_args["pad_size"]), offsets
+            everywhere.index_put((places,), values[: len(places)]), ids.offsets()
         )
         for name, values in outputs.items()
         if values is not None
@@ -179,14 +251,15 @@ def log_softmax_of_chosen(
     return torch.nested.nested_tensor_from_jagged(chosen, offsets)
 
 
-def row_inputs(inputs: dict[str, Any], micro_batch: Any, *, exact: bool) -> dict[str, Any]:
+def row_inputs(
+    inputs: dict[str, Any], micro_batch: Any, lengths: RowLengths, *, exact: bool
+) -> dict[str, Any]:
     """Return the changes to `inputs`, the model's keyword arguments from verl's `prepare_model_inputs`.
 
     `exact`: whether the engine's attention operator is used, which needs the lengths of the prompts.
     """
-    lengths = micro_batch["input_ids"].offsets().diff()
     changes: dict[str, Any] = {}
-    rows = lengths.tolist()
+    rows = [*lengths.tokens]
     if inputs.get("attention_mask") is not None:  # padded
         changes |= {"attention_mask": None, "position_ids": None}
     elif (
@@ -196,7 +269,7 @@ def row_inputs(inputs: dict[str, Any], micro_batch: Any, *, exact: bool) -> dict
     changes["row_lengths"] = tuple(rows)
     if exact:
         prompts = micro_batch["prompts"].offsets().diff()
-        added = lengths.new_tensor(rows[len(lengths) :])
+        added = prompts.new_tensor(rows[len(prompts) :])
         changes["prompt_lengths"] = torch.cat([prompts, added])
     return changes
 

@@ -42,6 +42,7 @@ from qarl.align.router import replays
 from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.families import check_rows
+from qarl.kernels.log_probs import within
 from qarl.progress import live
 from qarl.quant.convert import quantize_model
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
@@ -68,8 +69,6 @@ from qarl.verl.training_steps import ActorSteps, TrainingStep, check_noise_once
 _log = logging.getLogger("qarl.verl")
 _log.setLevel(logging.INFO)
 
-_NO_LOGIT = -1e30
-"""Replaces logits beyond the tokenizer's vocabulary. -inf would make the entropy NaN, because its probability is 0."""
 BF16_LIMIT = Level.LINEARS.tolerance.mismatch
 """The limit of an actor without `fsdp_config.quant`: both sides use the same BF16 weights."""
 BF16_SOURCE = "that is allowed by default (+qarl=bf16 adds the key quant.mismatch_limit, which sets the limit)"
@@ -204,12 +203,14 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                 what, where="actor_rollout_ref.model.path", fix="train a text-only model"
             )
         inputs, output_args = super().prepare_model_inputs(micro_batch)
-        if self.quant is not None:
-            inputs |= forward.row_inputs(
-                inputs, micro_batch, exact=uses_engine_attention(self.module)
-            )
-        forward.request_log_probs(self._head, micro_batch, output_args)
-        if self.quant is not None and replays(self.quant.router_replay, self.align):
+        if self.quant is None:
+            return inputs, output_args
+        lengths = forward.RowLengths.of(micro_batch)
+        inputs |= forward.row_inputs(
+            inputs, micro_batch, lengths, exact=uses_engine_attention(self.module)
+        )
+        forward.request_log_probs(self._head, micro_batch, lengths, inputs, output_args)
+        if replays(self.quant.router_replay, self.align):
             self.routing.begin(self.module, micro_batch, inputs["input_ids"])
         return inputs, output_args
 
@@ -217,20 +218,18 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
     ) -> Any:
         self.routing.end()
-        gather = self._gather_and_unpad_packed
-        outputs = forward.take_log_probs(self._head, output, micro_batch, output_args, gather)
+        outputs = forward.take_log_probs(self._head, output, micro_batch)
         if outputs is not None:
             return outputs
         chosen: dict[str, torch.Tensor] = {}
         if self.quant is not None:
             # verl divides by the temperature in the logits' own dtype.
-            logits = output.logits.float()
+            # verl masks columns in the rollout, too (monkey_patch_compute_logits in vllm_rollout/utils.py).
+            logits = within(output.logits.float(), len(self.model_config.tokenizer))
             output.logits = logits
-            # verl masks these logits in the rollout, too (monkey_patch_compute_logits in vllm_rollout/utils.py).
-            logits[..., len(self.model_config.tokenizer) :] = _NO_LOGIT
             if not tu.get_non_tensor_data(data=micro_batch, key="distillation_only", default=False):
                 chosen["log_probs"] = forward.log_softmax_of_chosen(
-                    logits, output_args, micro_batch, gather
+                    logits, output_args, micro_batch, self._gather_and_unpad_packed
                 )
                 # verl then computes no log-probs.
                 micro_batch = micro_batch.copy()

@@ -259,8 +259,12 @@ def test_sharded_by_hand() -> None:
     assert sharded["gradients of a block and of lm_head, BF16"] == 2 * 30720 + 2 * 6400
     assert sharded["a block's reduce-scatter, FP32"] == 4 * 30720 + 30720
     assert sharded["dequantized weight of one layer, BF16"] == 2 * 96 * 64
-    assert sharded["logits, log-probs"] == 8 * 4 * 20 * 100  # of prompt and response
-    assert sharded["logits, update"] == 14 * 2 * 20 * 100
+    assert sharded["logits, log-probs"] == 8 * 4 * 12 * 100
+    assert sharded["logits, update"] == 14 * 2 * 12 * 100
+    capped = replace(SMALL, plain_head=False)  # of prompt and response
+    whole = parts(estimate(capped, config, device="cuda", gpu_memory_bytes=8 * GIB))
+    assert whole["logits, log-probs"] == 8 * 4 * 20 * 100
+    assert whole["logits, update"] == 14 * 2 * 20 * 100
     resident = 74560 + 149120 + 34784 // 4 + RUNTIME_BYTES
     assert memory.total("rollout") == resident + 4 * GIB  # vLLM's whole share
     asleep = ENGINE_ASLEEP_BYTES + ENGINE_GROUP_BYTES  # the engine's model is on two GPUs

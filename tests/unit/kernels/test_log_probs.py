@@ -87,6 +87,42 @@ def test_entropies_are_torchs_and_log_probs_the_same_bits(rows: int, temperature
     assert not log_probs.requires_grad and not entropies.requires_grad
 
 
+@pytest.mark.parametrize("rows", [64, 300])
+@pytest.mark.parametrize("vocabulary", [999, 997, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_of_the_weight_that_are_no_tokens(
+    dtype: torch.dtype, vocabulary: int, rows: int
+) -> None:
+    """They are multiplied, but get neither probability nor gradient, whatever their values."""
+    hidden, weight, tokens, grad = operands(dtype)
+    tokens %= vocabulary
+    with torch.no_grad():
+        weight[vocabulary:] = 50.0
+    cut = [hidden.detach().double(), weight.detach().double()[:vocabulary]]
+    exact = [tensor.requires_grad_() for tensor in cut]
+    logits = F.linear(*exact)
+    rounded = F.linear(hidden, weight)[:, :vocabulary].double()
+    logits = logits + (rounded - logits).detach()
+    every = (logits / 0.7).log_softmax(-1)
+    expected = every.gather(1, tokens[:, None])[:, 0]
+    expected.backward(grad.double())
+    chosen: Any = {"temperature": 0.7, "rows": rows, "vocabulary": vocabulary}
+    log_probs, top = chosen_log_probs(hidden, weight, tokens, **chosen)
+    log_probs.backward(grad)
+    assert float((log_probs - expected).abs().max()) < 1e-5
+    assert int(top.max()) < vocabulary
+    assert not weight.grad[vocabulary:].count_nonzero()
+    step = max(torch.finfo(dtype).eps, 1e-5)
+    for gradient, known in (
+        (hidden.grad, exact[0].grad),
+        (weight.grad[:vocabulary], exact[1].grad),
+    ):
+        assert float((gradient - known).norm() / known.norm()) < step
+    same, entropies = log_probs_and_entropies(hidden, weight, tokens, **chosen)
+    assert torch.equal(same, log_probs)
+    assert float((entropies + (every.exp() * every).sum(-1)).abs().max()) < 1e-5
+
+
 def test_weight_gradient_is_as_near_to_float64() -> None:
     """Against the exact gradient of the rounded logits: one rounding of the sum, however many blocks."""
     hidden, weight, tokens, grad = operands()

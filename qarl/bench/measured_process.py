@@ -40,7 +40,7 @@ from qarl.data.prompts import Prompt, PromptDataset, PromptSampler
 from qarl.data.reward_workers import InProcessReward
 from qarl.errors import UserError
 from qarl.kernels.registry import reference_kernel
-from qarl.metrics.step_metrics import PhaseTimer
+from qarl.metrics.phase_timer import PhaseTimer, clock_of
 from qarl.process import keep_freed_memory
 from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import measure_phases, quantize
@@ -189,7 +189,7 @@ class PublishBench:
         config = config_of(arguments, case, folder)
         self.policy = Policy.load(config)
         self.engine = RolloutEngine(engine_config(config, self.policy))
-        self.timer = PhaseTimer(torch.cuda.synchronize if torch.cuda.is_available() else None)
+        self.timer = PhaseTimer(clock_of(self.policy.device))
         self.version = 0
         self.publish()
 

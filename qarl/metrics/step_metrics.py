@@ -1,4 +1,4 @@
-"""Metrics of every step: scores, lengths, seconds per phase, and the mismatch between trainer and rollout.
+"""Metrics of every step: scores, lengths, and the mismatch between trainer and rollout.
 
 A metric that verl also has (`verl/trainer/ppo/rollout_corr_helper.py`, `metric_utils.py`, `utils/debug/metrics.py`) is
 defined as in verl, but its prefix is `mismatch/` instead of `rollout_corr/`. There are two differences from verl:
@@ -14,9 +14,7 @@ The metrics include quantiles, the maximum and the effective sample size, becaus
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -234,46 +232,3 @@ def _mean_max_min(name: str, values: np.ndarray) -> dict[str, float]:
     if not values.size:
         return {f"{name}/{kind}": math.nan for kind in kinds}
     return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in kinds}
-
-
-class PhaseTimer:
-    """Measure the wall-clock seconds of one training step by phase.
-
-    `with timer.phase("rollout"): ...` adds the seconds of the block to that phase, even if the block raises.
-
-    On a GPU, pass `synchronize=torch.cuda.synchronize`. Otherwise queued kernels would count in the next phase.
-    """
-
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        self._synchronize = synchronize or (lambda: None)
-        self._seconds: dict[str, float] = {}
-        self._depth = 0
-        self._step = 0.0
-
-    @contextmanager
-    def phase(self, name: str, *, not_in: str | None = None) -> Iterator[None]:
-        """Time the block. `not_in`: the phase around it, whose seconds leave out those of the block."""
-        self._synchronize()
-        self._depth += 1
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._synchronize()
-            seconds = time.perf_counter() - start
-            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-            if not_in is not None:
-                self._seconds[not_in] = self._seconds.get(not_in, 0.0) - seconds
-            self._depth -= 1
-            if not self._depth and name != "eval":
-                self._step += seconds
-
-    def pop(self) -> dict[str, float]:
-        """Return the seconds since the last `pop()`: `timing_s/<phase>` for each phase, and their sum `timing_s/step`.
-
-        As in verl, the sum leaves out evaluation. A phase inside another phase counts only once in the sum.
-        """
-        seconds = {**self._seconds, "step": self._step}
-        self._seconds = {}
-        self._step = 0.0
-        return {f"timing_s/{name}": value for name, value in seconds.items()}

@@ -31,7 +31,8 @@ from qarl.data.response_text import response_texts
 from qarl.data.scoring import score_responses
 from qarl.kernels.log_probs import Truncation
 from qarl.metrics.error_tokens import text_metrics, text_statistics
-from qarl.metrics.step_metrics import PhaseTimer, response_metrics
+from qarl.metrics.phase_timer import PhaseTimer, clock_of
+from qarl.metrics.step_metrics import response_metrics
 from qarl.metrics.validation import answers_metrics
 from qarl.objectives import verl_functions
 from qarl.objectives.loss import correction_weights, objective_loss
@@ -96,9 +97,7 @@ class LocalTrainer:
                 recovers = config.rollout.rebuild_on_failure
                 engine = RecoveringEngine(settings) if recovers else RolloutEngine(settings)
         self.engine = engine
-        self.timer = PhaseTimer(
-            torch.cuda.synchronize if self.policy.device.type == "cuda" else None
-        )
+        self.timer = PhaseTimer(clock_of(self.policy.device))
 
     def replace_policy(self, policy: Policy) -> None:
         """Train `policy` from now on, with a new optimizer."""

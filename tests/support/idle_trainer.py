@@ -9,7 +9,7 @@ from typing import Any
 
 from qarl.checkpoint.storage import StorageError
 from qarl.config.level import Level
-from qarl.metrics.step_metrics import PhaseTimer
+from qarl.metrics.phase_timer import PhaseTimer
 from qarl.metrics.tracker import Tracker
 from qarl.rollout.publish.manifest import PublishReport
 
@@ -28,7 +28,7 @@ class Trainer:
         self.config, self.step, self.exports = settings, 0, 0
         self.warnings = ["the mismatch is over its limit"]
         self.timer, self.published, self.full, self.on_step = (
-            PhaseTimer(None),
+            PhaseTimer(),
             published,
             full,
             on_step,

@@ -10,7 +10,7 @@ import torch
 from qarl.checkpoint.resumable import open_checkpoint
 from qarl.config import Config
 from qarl.data.prompts import PromptSampler
-from qarl.metrics.step_metrics import PhaseTimer
+from qarl.metrics.phase_timer import PhaseTimer
 from qarl.objectives.settings import objective_settings
 from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch

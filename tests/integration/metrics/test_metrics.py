@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
-from qarl.metrics.step_metrics import PhaseTimer, mismatch_metrics, response_metrics, token_mismatch
+from qarl.metrics.step_metrics import mismatch_metrics, response_metrics, token_mismatch
 
 
 def make_batch(spread: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -174,24 +173,3 @@ def test_response_metrics_are_verls() -> None:
 
 def test_clip_ratio_follows_the_finish_reason() -> None:
     assert response_metrics([0, 0], [8, 8], ["stop", "length"])["response_length/clip_ratio"] == 0.5
-
-
-def test_phase_timer_accumulates_and_starts_anew() -> None:
-    calls: list[str] = []
-    timer = PhaseTimer(synchronize=lambda: calls.append("synchronize"))
-    for _ in range(2):
-        with timer.phase("rollout"):
-            time.sleep(0.01)
-    with pytest.raises(RuntimeError), timer.phase("update"):
-        raise RuntimeError
-    assert len(calls) == 6
-    with timer.phase("update"), timer.phase("old_log_prob", not_in="update"):
-        time.sleep(0.01)
-    seconds = timer.pop()
-    assert set(seconds) == {
-        f"timing_s/{name}" for name in ("rollout", "update", "old_log_prob", "step")
-    }
-    assert 0.02 <= seconds["timing_s/rollout"] < 5
-    assert seconds["timing_s/update"] < 0.01 <= seconds["timing_s/old_log_prob"]
-    assert seconds["timing_s/step"] == pytest.approx(sum(seconds.values()) / 2)
-    assert timer.pop() == {"timing_s/step": 0.0}

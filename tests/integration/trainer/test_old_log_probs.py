@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from updating_trainer import through_checkpoint
 
 from qarl.config.level import Level
-from qarl.metrics.step_metrics import PhaseTimer
+from qarl.metrics.phase_timer import PhaseTimer
 from qarl.objectives.settings import objective_settings
 from qarl.quant import get_scheme
 from qarl.rollout.publish.manifest import PublishReport

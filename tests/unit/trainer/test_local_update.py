@@ -17,7 +17,7 @@ from updating_trainer import FOUR, four_responses, updating_trainer
 from qarl.data.prompts import Prompt
 from qarl.data.reward_workers import InProcessReward
 from qarl.diagnose.diagnosis import with_keys
-from qarl.metrics.step_metrics import PhaseTimer
+from qarl.metrics.phase_timer import PhaseTimer
 from qarl.objectives import verl_functions
 from qarl.rollout.engine import SamplingConfig
 from qarl.rollout.requests import RolloutBatch

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from qarl.align.cpu_attention import engine_attention
-from qarl.align.packed_attention import Attended
+from qarl.align.packed_attention import Attended, unless_empty
 from qarl.align.rotary import Turns
 from qarl.kernels.cpu import bf16_linear, layer_ops
 
@@ -132,9 +132,8 @@ class AlignedAttention(nn.Module):
         kwargs["dropout"] = self.attention_dropout if self.training else 0.0
         if hasattr(self, "sliding_window"):
             kwargs["sliding_window"] = self.sliding_window
-        attended, _ = engine_attention(
-            self, query, key, value, attention_mask, self.scaling, **kwargs
-        )
+        mask = unless_empty(attention_mask)
+        attended, _ = engine_attention(self, query, key, value, mask, self.scaling, **kwargs)
         output: Tensor = self.o_proj(attended.flatten(-2))
         return output, None
 

@@ -20,7 +20,6 @@ W4A16 and FP8 sum in an order that depends on the number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from qarl.align.packed_attention import (
     Lengths,
     check_whole_rows,
     lengths_of_rows,
+    places_of_tokens,
     register_attention,
     varlen_attention,
 )
@@ -254,14 +254,8 @@ def cuda_attention(
         rows = [tensor[0] for tensor in by_token]
         output = _Flash.apply(*rows, scaling, lengths)
         return output[None], None
-    valid = _valid(lengths, tokens, query.device)
-    rows = [tensor[valid] for tensor in by_token]
+    places = places_of_tokens(lengths, tokens, query.device)
+    rows = [tensor.flatten(0, 1).index_select(0, places) for tensor in by_token]
     output = _Flash.apply(*rows, scaling, lengths)
-    padded = output.new_zeros(batch, tokens, *output.shape[1:])
-    return padded.index_put((valid,), output), None
-
-
-def _valid(lengths: Sequence[int], tokens: int, device: torch.device) -> Tensor:
-    """Return bool [rows, tokens]: whether a position of a row padded on the right has a token."""
-    ends = torch.tensor(lengths, device=device)
-    return torch.arange(tokens, device=device) < ends[:, None]
+    padded = output.new_zeros(batch * tokens, *output.shape[1:]).index_copy(0, places, output)
+    return padded.unflatten(0, (batch, tokens)), None

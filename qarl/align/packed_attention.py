@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, wraps
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -140,7 +140,9 @@ def scored_attention(
     return torch.cat(parts, 1)
 
 
-ROWS_ATTENTION = "qarl_rows"
+_OWN = "qarl_"
+"""How the names of QaRL's attention functions begin."""
+ROWS_ATTENTION = f"{_OWN}rows"
 
 Lengths = tuple[int, ...]
 RowAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -150,11 +152,39 @@ _LENGTHS = WeakIdKeyDictionary()
 
 
 def register_attention(name: str, function: Callable[..., Attended]) -> None:
-    """Register an attention function and `rows_mask` with transformers. A second call changes nothing."""
+    """Register an attention function and `rows_mask` with transformers. A second call changes nothing.
+
+    The function gets no empty mask (`no_mask`)."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(name, function)
+    @wraps(function)
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **how: Any,
+    ) -> Attended:
+        return function(module, query, key, value, unless_empty(mask), **how)
+
+    AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, rows_mask)
+
+
+def unless_empty(mask: Tensor | None) -> Tensor | None:
+    """Return the mask, or None for the empty one of `no_mask`."""
+    return mask if mask is not None and mask.numel() else None
+
+
+def no_mask(model: Any) -> dict[str, Tensor]:
+    """Return the arguments by which a forward that has `row_lengths` says that it needs no mask.
+
+    Without a mask, transformers looks in the positions whether they are those of a pack, and waits for the device to
+    know it (`find_packed_sequence_indices`). It hands a mask of four dimensions on as it is, so this one is empty."""
+    if not model.config._attn_implementation.startswith(_OWN):
+        return {}
+    return {"attention_mask": torch.empty(1, 1, 0, 0, device=model.device)}
 
 
 def use_rows_attention(model: Any) -> bool:
@@ -172,7 +202,7 @@ def use_rows_attention(model: Any) -> bool:
 def attends_in_rows(model: Any) -> bool:
     """Return whether the attention of a transformers model stays within the rows of a pack without a mask."""
     name = model.config._attn_implementation
-    return model._supports_attention_backend and (name.startswith("qarl_") or "flash" in name)
+    return model._supports_attention_backend and (name.startswith(_OWN) or "flash" in name)
 
 
 def rows_mask(*, attention_mask: Tensor | None = None, **how: Any) -> Tensor | None:
@@ -355,3 +385,13 @@ def _ends(lengths: Lengths, device: torch.device) -> Tensor:
     """Return 0 and the end of each row, int32 [rows + 1]."""
     ends = list(accumulate(lengths, initial=0))
     return upload(torch.tensor(ends, dtype=torch.int32), device)
+
+
+@lru_cache(maxsize=4)  # all layers of a forward have the same rows
+@torch.inference_mode(False)  # else a backward could not save it
+def places_of_tokens(lengths: Lengths, width: int, device: torch.device) -> Tensor:
+    """Return the indices of the tokens in flattened rows that are padded on the right to `width`, int64 [tokens].
+
+    An index by a mask would make the host wait for the device, in every layer."""
+    valid = torch.arange(width) < torch.tensor(lengths)[:, None]
+    return upload(valid.flatten().nonzero()[:, 0], device)

@@ -29,7 +29,7 @@ from qarl.kernels.log_probs import Truncation
 from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.metrics.tracker import write_versions
 from qarl.schemes import UNQUANTIZED
-from qarl.trainer.batch import Batch, micro_batches
+from qarl.trainer.batch import Batch, index_of, micro_batches
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
 from qarl.trainer.prepare import prepare_run
@@ -75,7 +75,8 @@ def compare(name: str, policy: Policy, batch: Batch, config: Config) -> Comparis
     top = torch.zeros_like(batch.responses)
     with torch.no_grad():
         for rows in micro_batches(batch, config.actor, log_probs=True):
-            log_probs[rows], top[rows] = policy.response_log_probs_and_top(batch, rows, **how)
+            index = index_of(rows)
+            log_probs[index], top[index] = policy.response_log_probs_and_top(batch, rows, **how)
     metrics = mismatch_metrics(log_probs, batch.rollout_log_probs, batch.response_mask)
     if batch.rollout_top_tokens is not None:
         flips = (top != batch.rollout_top_tokens)[batch.response_mask]

@@ -55,7 +55,8 @@ from qarl.config.objectives import get_objective
 from qarl.objectives import verl_functions
 from qarl.objectives.metrics import correction_statistics, loss_statistics
 from qarl.objectives.settings import Settings
-from qarl.tbpo import tbpo_loss
+from qarl.tbpo.loss import unread_tbpo_loss
+from qarl.tbpo.reading import Unread
 
 SAFETY_BOUND = 20.0
 """verl's bound on log-ratios."""
@@ -93,8 +94,8 @@ class LossInputs:
         return torch.where(self.accepted != 0, per_token, 0.0)
 
 
-Loss = tuple[Tensor, dict[str, float]]
-"""An FP32 scalar, and statistics for `metrics.reduce_metrics`."""
+Loss = tuple[Tensor, Unread]
+"""An FP32 scalar, and statistics for `metrics.reduce_metrics`, which `read` reads from the device."""
 
 
 def objective_loss(
@@ -122,7 +123,8 @@ def objective_loss(
         responses, tokens: number of non-empty responses in the whole mini-batch before any rejection, and number of
             their tokens.
 
-    Raise ValueError as `tbpo_loss` does. Raise UserError if the loss needs verl, but verl is not installed.
+    TBPO's checks of values raise ValueError when its statistics are read. Raise UserError if the loss needs verl, but
+    verl is not installed.
     """
     correction = settings.correction
     mask = response_mask != 0
@@ -147,7 +149,7 @@ def objective_loss(
 
 def tbpo_objective(inputs: LossInputs, settings: Settings) -> Loss:
     """Return TBPO's loss and statistics. It weights the mismatch itself."""
-    loss, statistics = tbpo_loss(
+    loss, statistics = unread_tbpo_loss(
         inputs.log_prob,
         inputs.old_log_prob,
         inputs.rollout_log_prob,

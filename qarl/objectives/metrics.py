@@ -1,7 +1,8 @@
 """Statistics of each call of an objective, and the metrics of a step that are computed from them.
 
 A statistic's key is `sum/NAME`, `min/NAME` or `max/NAME`. The prefix says how to combine the values of micro-batches
-and ranks. `qarl.tbpo.metrics` uses the same keys, and `qarl.tbpo.reduce_metrics` combines its statistics.
+and ranks. `qarl.tbpo.metrics` uses the same keys, and `qarl.tbpo.reduce_metrics` combines its statistics. A call leaves
+them on the device (`qarl.tbpo.reading`); metrics are computed from what has been read.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch import Tensor
 from qarl import tbpo
 from qarl.tbpo.loss import ratio_deviation, sequence_log_ratio
 from qarl.tbpo.metrics import (
-    as_numbers,
     combine,
     largest_update,
     means,
     response_metrics,
     response_statistics,
 )
+from qarl.tbpo.reading import Unread
 from qarl.tbpo.tokens import class_metrics, token_statistics
 
 _VERL = {
@@ -44,14 +45,14 @@ _MEANS = {
 }
 
 
-def correction_statistics(mask: Tensor, keep: Tensor, weight: Tensor | None) -> dict[str, float]:
+def correction_statistics(mask: Tensor, keep: Tensor, weight: Tensor | None) -> Unread:
     """Return the statistics of a correction: counts of what it rejected, and its weights on the kept tokens.
 
     `mask`, `keep`: the tokens before and after the rejection, bool [B, T]. `weight`: [B, T], or None."""
     nonempty = mask.any(dim=-1)
     rejected_responses = nonempty & ~keep.any(dim=-1)
     rejected_tokens = mask & ~keep
-    values = {"sum/all_responses": nonempty.sum(), "sum/all_tokens": mask.sum()}
+    values: Unread = {"sum/all_responses": nonempty.sum(), "sum/all_tokens": mask.sum()}
     values["sum/rejected_responses"] = rejected_responses.sum()
     values["sum/rejected_tokens"] = rejected_tokens.sum()
     if weight is not None:
@@ -63,7 +64,7 @@ def correction_statistics(mask: Tensor, keep: Tensor, weight: Tensor | None) -> 
         values["sum/weighted_tokens"] = keep.sum()
         values["min/weight"] = on_kept.masked_fill(~keep, math.inf).amin()
         values["max/weight"] = on_kept.amax()
-    return as_numbers(values)
+    return values
 
 
 def loss_statistics(
@@ -76,7 +77,7 @@ def loss_statistics(
     verl_metrics: dict[str, float],
     *,
     uses_ratio: bool = True,
-) -> dict[str, float]:
+) -> Unread:
     """Return the statistics of a call of verl's losses. `advantage`: [B]; `keep`: bool [B, T]; the log-probs: [B, T].
     `uses_ratio`: whether the loss has a ratio.
 
@@ -88,7 +89,7 @@ def loss_statistics(
         nonempty = keep.any(dim=-1)
         tokens = keep.sum()
         deviation = ratio_deviation(sequence_log_ratio(log_prob, against, keep))
-        values = response_statistics(deviation, advantage, nonempty)
+        values: Unread = dict(response_statistics(deviation, advantage, nonempty))
         values["sum/kept_tokens"] = tokens.double()
         lengths = keep.sum(dim=-1)
         if uses_ratio:
@@ -99,7 +100,7 @@ def loss_statistics(
             if key in verl_metrics:
                 values[f"sum/{name}"] = verl_metrics[key] * tokens
         of_tokens = token_statistics(log_prob, old_log_prob, rollout_log_prob, advantage, keep)
-        return as_numbers(values, of_tokens)
+        return {**values, **of_tokens}
 
 
 def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:

@@ -48,6 +48,7 @@ import torch
 
 from qarl.tbpo.config import MAX_LOG_RATIO, TBPOConfig
 from qarl.tbpo.metrics import tbpo_statistics
+from qarl.tbpo.reading import CHECKS, Checks, Unread, read
 from qarl.tbpo.tokens import token_statistics
 
 
@@ -110,10 +111,41 @@ def tbpo_loss(
     Raises ValueError if `rollout_log_prob` is missing, shapes differ, the mask is not 0/1, a valid position has NaN or
     Inf, advantages vary within a response, or `global_batch_size` is less than the number of responses in this call.
     """
-    before = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
-    valid, advantage, denominator = _checked(
-        log_prob, before, advantages, response_mask, global_batch_size
+    loss, unread = unread_tbpo_loss(
+        log_prob,
+        old_log_prob,
+        rollout_log_prob,
+        advantages,
+        response_mask,
+        config,
+        global_batch_size=global_batch_size,
     )
+    (statistics,) = read([unread])
+    return loss, statistics
+
+
+def unread_tbpo_loss(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: TBPOConfig,
+    *,
+    global_batch_size: int | None,
+) -> tuple[torch.Tensor, Unread]:
+    """Do the same as `tbpo_loss`, but leave the statistics on the device, and all checks but those of shapes to `read`.
+
+    With `global_batch_size` the host does not wait for the device.
+    """
+    before = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
+    _check_shapes(log_prob, advantages, {**before, "response_mask": response_mask})
+    valid = response_mask != 0
+    advantage = _advantage_per_response(advantages, valid)
+    tensors = {"log_prob": log_prob, **before}
+    bad = _bad_values(tensors, advantages, advantage, response_mask, valid)
+    if global_batch_size is None:
+        global_batch_size = int(valid.any(dim=-1).sum())
 
     log_ratio = sequence_log_ratio(log_prob, old_log_prob.detach(), valid)
     deviation = ratio_deviation(log_ratio)
@@ -131,37 +163,15 @@ def tbpo_loss(
         contributes = contributes & (mismatch == weight)
     surrogate = clip_to_band(1 + deviation, lower, upper, learns=in_band & contributes)
     response_loss = torch.where(contributes, -weight * advantage * surrogate, 0.0)
-    loss = response_loss.sum() / denominator
+    loss = response_loss.sum() / max(global_batch_size, 1)
 
     with torch.no_grad():
         tokens = token_statistics(log_prob, old_log_prob, rollout_log_prob, advantage, valid)
         statistics = tbpo_statistics(
             deviation, mismatch, weight, advantage, (lower, upper), in_band, lengths, tokens, config
         )
+        statistics[CHECKS] = Checks.of(bad, valid, global_batch_size)
     return loss, statistics
-
-
-def _checked(
-    log_prob: torch.Tensor,
-    before: Mapping[str, torch.Tensor],
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    global_batch_size: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return which positions are valid (bool [B, T]), each response's advantage [B], and the denominator of the loss.
-
-    `before`: the log-probs that get no gradient. Raise ValueError as `tbpo_loss` says."""
-    _check_shapes(log_prob, advantages, {**before, "response_mask": response_mask})
-    valid = response_mask != 0
-    advantage = _advantage_per_response(advantages, valid)
-    count = _check_values(
-        {"log_prob": log_prob, **before}, advantages, advantage, response_mask, valid
-    )
-    if global_batch_size is not None and global_batch_size < count:
-        raise ValueError(
-            f"global_batch_size is {global_batch_size} but this call alone has {count} responses"
-        )
-    return valid, advantage, max(count if global_batch_size is None else global_batch_size, 1)
 
 
 def _band(
@@ -213,16 +223,14 @@ def _check_shapes(
         )
 
 
-def _check_values(
+def _bad_values(
     tensors: dict[str, torch.Tensor],
     advantages: torch.Tensor,
     advantage: torch.Tensor,
     response_mask: torch.Tensor,
     valid: torch.Tensor,
-) -> int:
-    """Return the number of non-empty responses. Raise ValueError for the first bad value.
-
-    If all values are valid, this makes only one transfer from the device to the CPU."""
+) -> dict[str, torch.Tensor]:
+    """Return what is wrong -> where it is, bool [B, T]."""
     per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)
     named = tensors | {"advantages": per_token.expand_as(valid)}
     bad = {
@@ -234,13 +242,4 @@ def _check_values(
     bad["advantages varies within a response, but TBPO needs one number per response; first"] = (
         varies
     )
-    count, *totals = torch.stack(
-        [valid.any(dim=-1).sum(), *(where.sum() for where in bad.values())]
-    ).tolist()
-    for (what, where), number in zip(bad.items(), totals, strict=True):
-        if number:
-            row, position = where.nonzero()[0].tolist()
-            raise ValueError(
-                f"{what} at row {row}, position {position} ({number} such positions in all)"
-            )
-    return count
+    return bad

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from qarl.tbpo.config import TBPOConfig
+from qarl.tbpo.reading import Unread
 from qarl.tbpo.tokens import Vectors, class_metrics, contribution_metrics
 
 
@@ -134,7 +135,7 @@ def tbpo_statistics(
     lengths: torch.Tensor,
     tokens: Vectors,
     config: TBPOConfig,
-) -> dict[str, Any]:
+) -> Unread:
     """Return sums and extremes over the non-empty responses, `tokens`, and two lists over the responses with A != 0:
 
     all/scaled_distance   |r - 1| * sqrt(T / band_reference_length)
@@ -160,12 +161,12 @@ def tbpo_statistics(
     values["max/mismatch"] = mismatch.double().masked_fill(~nonempty, -math.inf).amax()
     scaled = deviation.abs() * (lengths / config.band_reference_length).sqrt()
     away = deviation / torch.where(deviation < 0, *band)
-    scaled_distance, bands_away = torch.stack([scaled, away])[:, advantage != 0].double().tolist()
-    return {
-        **as_numbers(values, tokens),
-        "all/scaled_distance": scaled_distance,
-        "all/bands_away": bands_away,
+    without = advantage == 0
+    lists = {
+        "all/scaled_distance": scaled.masked_fill(without, math.nan),
+        "all/bands_away": away.masked_fill(without, math.nan),
     }
+    return {**values, **tokens, **lists}
 
 
 def largest_update(deviation: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -173,16 +174,6 @@ def largest_update(deviation: torch.Tensor, lengths: torch.Tensor) -> torch.Tens
 
     The root makes short and long responses comparable: r, a mean over T tokens, spreads like 1 / sqrt(T)."""
     return (deviation.double().abs() * lengths.sqrt()).amax()
-
-
-def as_numbers(
-    values: Mapping[str, torch.Tensor], vectors: Vectors | None = None
-) -> dict[str, float]:
-    """Return all values with one transfer from the device to the CPU. `values`: scalars."""
-    vectors = vectors or {}
-    scalars = torch.stack([value.detach().double() for value in values.values()])
-    numbers = torch.cat([scalars, *vectors.values()]).tolist()
-    return dict(zip([*values, *chain.from_iterable(vectors)], numbers, strict=True))
 
 
 def response_statistics(

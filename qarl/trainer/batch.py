@@ -1,12 +1,12 @@
-"""The tensors of a training step, its micro-batches, and the layout of a micro-batch in a forward.
+"""The tensors of a training step, and its micro-batches.
 
 B: responses. T: tokens of the longest prompt plus response. R: tokens of the longest response.
 
 A micro-batch has either a fixed number of rows (`actor.ppo_micro_batch_size_per_gpu`) or, if `actor.use_dynamic_bsz`
 is set, a limit on its tokens (`actor.ppo_max_token_len_per_gpu`). These keys mean the same as in verl. The rows of a
-micro-batch are packed into one forward [1, tokens] without padding. Positions start at 0 in each row, and attention
-stays within the row (`qarl.align.packed_attention`). So the cost of a forward depends on its tokens, not on its longest
-row.
+micro-batch are packed into one forward [1, tokens] without padding (`qarl.trainer.layout`). Positions start at 0 in
+each row, and attention stays within the row (`qarl.align.packed_attention`). So the cost of a forward depends on its
+tokens, not on its longest row.
 
 With a limit on tokens, a batch is split into as few micro-batches as possible, with nearly equal numbers of tokens.
 Like verl (`rearrange_micro_batches` in verl/utils/seqlen_balancing.py) this uses the differencing method of Karmarkar
@@ -22,18 +22,43 @@ import hashlib
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
+from qarl.kernels.base import upload
 from qarl.rollout.requests import RolloutBatch
 
 if TYPE_CHECKING:
     from qarl.config import ActorConfig
 
-Rows = slice | torch.Tensor
-"""Rows of a batch: a slice, or their numbers as int64 [rows]."""
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """Rows of a batch: their `numbers`, and `index`, which has the same numbers on the batch's device, int64 [rows]."""
+
+    numbers: tuple[int, ...]
+    index: torch.Tensor
+
+
+Rows = slice | torch.Tensor | Pack
+"""Rows of a batch. Of a tensor, int64 [rows], the host knows the numbers only after it has waited for the device."""
+
+
+def index_of(rows: Rows) -> slice | torch.Tensor:
+    """Return what selects `rows` from the first dimension of a batch's tensors."""
+    return rows.index if isinstance(rows, Pack) else rows
+
+
+class HostLengths(NamedTuple):
+    """The number of tokens of each row's prompt, and of its response."""
+
+    prompts: tuple[int, ...]
+    responses: tuple[int, ...]
+
+
 TOKEN_MULTIPLE = 64
 """A pack is filled up to a multiple of this number of tokens. PyTorch may compute a BF16 product of fewer than 17 rows
 in another order, and on a CPU oneDNN prepares each product again for each number of rows (in
@@ -95,7 +120,9 @@ class Batch:
             for name, value in vars(self).items()
             if isinstance(value, torch.Tensor)
         }
-        return replace(self, **tensors)
+        moved = replace(self, **tensors)
+        moved.host_lengths = self.host_lengths  # the host need not ask the other device
+        return moved
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -105,24 +132,46 @@ class Batch:
         """int64 [B]: tokens of prompt and response of each row."""
         return self.prompt_lengths + self.response_mask.sum(1)
 
+    @cached_property
+    def host_lengths(self) -> HostLengths:
+        """The lengths of the rows on the host, which asks the device for them once."""
+        lengths = torch.stack([self.prompt_lengths, self.response_mask.sum(1)])
+        prompts, responses = lengths.tolist()
+        return HostLengths(tuple(prompts), tuple(responses))
+
+    def numbers(self, rows: Rows) -> Sequence[int]:
+        """Return the numbers of `rows`."""
+        if isinstance(rows, Pack):
+            return rows.numbers
+        if isinstance(rows, slice):
+            return range(len(self))[rows]
+        numbers: list[int] = rows.tolist()
+        return numbers
+
+    def pack(self, *packs: Sequence[int]) -> list[Pack]:
+        """Return the rows of each of `packs`. One copy, which the host does not wait for, has the numbers of all."""
+        sizes = [len(numbers) for numbers in packs]
+        every = torch.tensor([*chain(*packs)], dtype=torch.int64)
+        indices = upload(every, self.input_ids.device).split(sizes)
+        return [Pack(tuple(numbers), index) for numbers, index in zip(packs, indices, strict=True)]
+
     def set_sampling_mask(self, rows: Rows, packed: torch.Tensor, outside: torch.Tensor) -> None:
-        """Set `sampling_mask` and `outside` at the response tokens of `rows`. The arguments have a row per token."""
+        """Set `sampling_mask` and `outside` of `rows`: uint8 [rows, R, packed_width(V)] and bool [rows, R]."""
         if self.sampling_mask is None or self.outside is None:
-            self.sampling_mask = packed.new_zeros(*self.responses.shape, packed.shape[1])
+            self.sampling_mask = packed.new_zeros(*self.responses.shape, packed.shape[2])
             self.outside = outside.new_zeros(self.responses.shape)
-        mask = self.response_mask[rows]
-        for stored, values in ((self.sampling_mask, packed), (self.outside, outside)):
-            padded = stored[rows].clone()
-            padded[mask] = values
-            stored[rows] = padded
+        index = index_of(rows)
+        self.sampling_mask[index] = packed
+        self.outside[index] = outside
 
     def note_routing(self, rows: Rows, differing: torch.Tensor) -> None:
         """Store `differing`, bool [rows, T]: True if the trainer's routers chose other experts than the rollout."""
         if self.other_experts is None or self.routing_compared is None:
             self.other_experts = torch.zeros_like(self.input_ids, dtype=torch.bool)
             self.routing_compared = torch.zeros_like(self.prompt_lengths, dtype=torch.bool)
-        self.other_experts[rows] = differing
-        self.routing_compared[rows] = True
+        index = index_of(rows)
+        self.other_experts[index] = differing
+        self.routing_compared[index] = True
 
     def micro_batches(self, size: int, *, start: int = 0, stop: int | None = None) -> list[slice]:
         """Return slices of at most `size` rows that together cover the rows from `start` to `stop`."""
@@ -188,25 +237,24 @@ def micro_batches(
     `log_probs`: whether they are for the old log-probs, whose micro-batches have separate config keys. `only`: cover
     these rows instead, int64 [rows].
     """
-    stop = len(batch) if stop is None else stop
-    if not actor.use_dynamic_bsz:
-        size = (
-            actor.log_prob_micro_batch_size_per_gpu
-            if log_probs
-            else actor.ppo_micro_batch_size_per_gpu
-        )
-        assert size is not None  # the config was checked
-        if only is not None:
-            return [*only.split(size)]
-        return [*batch.micro_batches(size, start=start, stop=stop)]
-    limit = actor.ppo_max_token_len_per_gpu
-    if log_probs:
-        limit = actor.log_prob_max_token_len_per_gpu or limit
-    assert limit is not None
+    chosen: Sequence[int] = range(start, len(batch) if stop is None else stop)
+    if only is not None:
+        chosen = only.tolist()
+    if actor.use_dynamic_bsz:
+        limit = actor.ppo_max_token_len_per_gpu
+        if log_probs:
+            limit = actor.log_prob_max_token_len_per_gpu or limit
+        assert limit is not None
+        known = batch.host_lengths
+        lengths = [known.prompts[row] + known.responses[row] for row in chosen]
+        return [*batch.pack(*([chosen[i] for i in pack] for pack in fill(lengths, limit)))]
+    size = (
+        actor.log_prob_micro_batch_size_per_gpu if log_probs else actor.ppo_micro_batch_size_per_gpu
+    )
+    assert size is not None  # the config was checked
     if only is None:
-        only = torch.arange(start, stop, device=batch.input_ids.device)
-    lengths = batch.lengths[only].tolist()
-    return [only[rows] for rows in fill(lengths, limit)]
+        return [*batch.micro_batches(size, start=start, stop=stop)]
+    return [*batch.pack(*(chosen[i : i + size] for i in range(0, len(chosen), size)))]
 
 
 def fill(lengths: Sequence[int], limit: int) -> list[list[int]]:
@@ -254,68 +302,3 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
         return []
     _, _, sets = heap[0]
     return sorted(sorted(rows) for _, rows in sets if rows)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The rows of a micro-batch in a forward. A slot is an index into the flattened `input_ids`.
-
-    inputs      the model's keyword arguments; `input_ids` is [1, tokens] packed or [rows, T] padded
-    valid       bool [rows, T]; whether the batch has a token here, and not padding
-    slots       int64 [valid tokens]; the slot of each of these tokens
-    predictors  int64 [response tokens]; the slot whose logits predict each response token
-    """
-
-    inputs: dict[str, Any]
-    valid: torch.Tensor
-    slots: torch.Tensor
-    predictors: torch.Tensor
-
-    @property
-    def size(self) -> int:
-        """The number of slots."""
-        return int(self.inputs["input_ids"].numel())
-
-    def flatten(self, tokens: torch.Tensor, fill_value: int) -> torch.Tensor:
-        """Return [slots, ...] from `tokens` [rows, T, ...]. Slots without a token hold `fill_value`."""
-        flat = tokens.new_full((self.size, *tokens.shape[2:]), fill_value)
-        flat[self.slots] = tokens[self.valid]
-        return flat
-
-    def unflatten(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return [rows, T, ...] from `flat` [slots, ...], with 0 where a row has no token."""
-        tokens = flat.new_zeros((*self.valid.shape, *flat.shape[1:]))
-        tokens[self.valid] = flat[self.slots]
-        return tokens
-
-
-def lay_out(batch: Batch, rows: Rows, *, packed: bool = True) -> Layout:
-    """Return the layout of `batch[rows]`, packed or padded."""
-    input_ids = batch.input_ids[rows]
-    lengths = batch.lengths[rows]
-    count, width = input_ids.shape
-    columns = torch.arange(width, device=lengths.device)
-    valid = columns[None, :] < lengths[:, None]
-    row_lengths: tuple[int, ...] = tuple(lengths.tolist())
-    if packed:
-        tokens = input_ids[valid]
-        starts = lengths.cumsum(0) - lengths
-        positions = torch.arange(len(tokens), device=lengths.device) - starts.repeat_interleave(
-            lengths
-        )
-        slots = torch.arange(len(tokens), device=lengths.device)
-        missing = -len(tokens) % TOKEN_MULTIPLE
-        if missing:  # a row of its own
-            row_lengths = (*row_lengths, missing)
-            positions = torch.cat([positions, torch.arange(missing, device=positions.device)])
-        row = F.pad(tokens, (0, missing))
-        inputs = {"input_ids": row[None], "position_ids": positions[None]}
-    else:
-        starts = torch.arange(count, device=lengths.device) * width
-        slots = valid.flatten().nonzero()[:, 0]
-        inputs = {"input_ids": input_ids}
-    mask = batch.response_mask[rows]
-    offsets = torch.arange(mask.shape[1], device=mask.device)
-    first_predictors = starts[:, None] + batch.prompt_lengths[rows, None] - 1
-    predictors = (first_predictors + offsets)[mask]
-    return Layout(inputs | {"row_lengths": row_lengths}, valid, slots, predictors)

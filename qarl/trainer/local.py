@@ -47,8 +47,9 @@ from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.recovery import RecoveringEngine
 from qarl.rollout.requests import RolloutBatch
 from qarl.step.updates import is_skipped
+from qarl.tbpo.reading import Unread, read
 from qarl.trainer.advantages import step_advantages
-from qarl.trainer.batch import Batch, Rows, make_batch, micro_batches, request_seed
+from qarl.trainer.batch import Batch, Rows, index_of, make_batch, micro_batches, request_seed
 from qarl.trainer.master_optimizer import MasterOptimizer
 from qarl.trainer.mismatch_watch import check_batch, log_step_samples, watch
 from qarl.trainer.old_log_probs import OldLogProbs
@@ -255,10 +256,11 @@ class LocalTrainer:
         """Compute the gradients of one mini-batch, summed over its micro-batches in FP32. `mini_batch`: its rows.
         `split`: its micro-batches, if the caller has them.
 
-        Return the objective's statistics for each micro-batch, and the rows' log-probs, FP32 [rows, R]."""
-        mask = batch.response_mask[mini_batch]
-        whole = {"responses": int(mask.any(1).sum()), "tokens": int(mask.sum())}
-        statistics = []
+        Return the objective's statistics for each micro-batch, and the rows' log-probs, FP32 [rows, R]. The host waits
+        for the device once, at the end, and raises there what the objective's checks have found."""
+        lengths = batch.host_lengths.responses[mini_batch]
+        whole = {"responses": sum(length > 0 for length in lengths), "tokens": sum(lengths)}
+        statistics = list[Unread]()
         log_probs = torch.zeros_like(batch.rollout_log_probs)
         for rows in split or self.split(batch, mini_batch):
             with self.timer.phase("forward"):
@@ -270,10 +272,10 @@ class LocalTrainer:
                 (loss * self.optimizer.loss_scale.scale).backward()
                 self.policy.end_replay()
                 self.optimizer.accumulate()
-            statistics.append(values | {"sum/loss": loss.item()})
-            log_probs[rows] = new.detach()
+            statistics.append(values | {"sum/loss": loss.detach()})
+            log_probs[index_of(rows)] = new.detach()
             live.advance()
-        return statistics, log_probs[mini_batch]
+        return read(statistics), log_probs[mini_batch]
 
     def loss(
         self,
@@ -282,18 +284,18 @@ class LocalTrainer:
         rows: Rows,
         new: torch.Tensor,
         whole: Mapping[str, int],
-    ) -> tuple[torch.Tensor, Statistics]:
+    ) -> tuple[torch.Tensor, Unread]:
         """Return the loss of one micro-batch and the objective's statistics. `new`: its log-probs, [rows, R].
 
         `whole`: number of non-empty responses in the whole mini-batch, and number of their tokens."""
-        mask = batch.response_mask[rows]
-        rollout = batch.rollout_log_probs[rows]
-        weight = None if batch.weights is None else batch.weights[rows]
+        index = index_of(rows)
+        mask = batch.response_mask[index]
+        weight = None if batch.weights is None else batch.weights[index]
         loss, statistics = objective_loss(
             new,
-            old_log_probs[rows],
-            rollout,
-            batch.advantages[rows],
+            old_log_probs[index],
+            batch.rollout_log_probs[index],
+            batch.advantages[index],
             mask,
             self.objective,
             weight=weight,
@@ -302,9 +304,9 @@ class LocalTrainer:
         if batch.reference_log_probs is None or self.objective.kl_loss_coef is None:
             return loss, statistics
         kl = verl_functions.kl_term(
-            new, batch.reference_log_probs[rows], mask, self.objective, **whole
+            new, batch.reference_log_probs[index], mask, self.objective, **whole
         )
-        return loss + self.objective.kl_loss_coef * kl, statistics | {"sum/kl_loss": kl.item()}
+        return loss + self.objective.kl_loss_coef * kl, statistics | {"sum/kl_loss": kl.detach()}
 
     def optimizer_step(self) -> float:
         """Update the weights and quantize them again, if the gradient's norm is finite. Return the norm."""

@@ -11,7 +11,7 @@ from qarl.config import Config
 from qarl.kernels.log_probs import Truncation
 from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.step.old_log_probs import PassSchedule, differing_tokens, drawn, sample_size
-from qarl.trainer.batch import Batch, Rows
+from qarl.trainer.batch import Batch
 
 Compute = Callable[[Batch, torch.Tensor | None], torch.Tensor]
 """A function that returns the trainer's log-probs, FP32 [B, R], of the given rows (int64). None means all rows."""
@@ -125,7 +125,7 @@ class OldLogProbs:
         self.schedule.sampled(count, len(others))
         return self._differs(batch, rows)
 
-    def _differs(self, batch: Batch, rows: Rows) -> bool:
+    def _differs(self, batch: Batch, rows: slice | torch.Tensor) -> bool:
         measured = self.measured.log_probs[rows]
         rollout = batch.rollout_log_probs[rows]
         return differing_tokens(measured, rollout, batch.response_mask[rows]) > 0

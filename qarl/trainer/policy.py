@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from qarl.align import align_model
 from qarl.align.cpu_attention import uses_engine_attention
-from qarl.align.packed_attention import attends_in_rows
+from qarl.align.packed_attention import attends_in_rows, no_mask
 from qarl.align.router import replays
 from qarl.checks.model import has_plain_head, no_fp32_head
 from qarl.checks.model_folder import cannot_load, lacks_tensors, load_hf_config, loading_options
@@ -36,7 +36,8 @@ from qarl.schemes import Scheme, get_scheme
 from qarl.schemes.kernel_choice import KernelChoice
 from qarl.step.noise import TrainedModel
 from qarl.step.routing import RoutingReplay
-from qarl.trainer.batch import TOKEN_MULTIPLE, Batch, Layout, Rows, lay_out, micro_batches
+from qarl.trainer.batch import TOKEN_MULTIPLE, Batch, Rows, index_of, micro_batches
+from qarl.trainer.layout import Layout, lay_out
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -228,7 +229,7 @@ class Policy:
         split = micro_batches(batch, config.actor, log_probs=True, only=only)
         with live.phase("log-probs", total=len(split), unit="micro-batches") as phase:
             for rows in split:
-                log_probs[rows] = self.response_log_probs(
+                log_probs[index_of(rows)] = self.response_log_probs(
                     batch, rows, temperature=temperature, truncation=truncation
                 )
                 phase.advance()
@@ -254,19 +255,19 @@ class Policy:
         The logits are BF16 or FP32, like the engine's (`model.head_dtype`). They are converted to FP32 before the
         temperature and the softmax.
         """
-        mask = batch.response_mask[rows]
-        tokens = batch.responses[rows][mask]
+        index = index_of(rows)
         layout = lay_out(batch, rows, packed=self.packed)
+        tokens = layout.of_responses(batch.responses[index])
         with self.routing(batch, rows, layout):
             logits = self.logits(batch, rows, layout)
         if truncation is not None and truncation.active:
-            batch.set_sampling_mask(
-                rows, *logits.sampling_mask(tokens, truncation, temperature=temperature)
-            )
-        sampled_from = None if batch.sampling_mask is None else batch.sampling_mask[rows][mask]
+            masks = logits.sampling_mask(tokens, truncation, temperature=temperature)
+            batch.set_sampling_mask(rows, *map(layout.to_responses, masks))
+        sampled_from = None
+        if batch.sampling_mask is not None:
+            sampled_from = layout.of_responses(batch.sampling_mask[index])
         log_probs, top = logits.log_probs(tokens, temperature=temperature, mask=sampled_from)
-        zeros = torch.zeros(mask.shape, device=mask.device)
-        return zeros.masked_scatter(mask, log_probs), zeros.long().masked_scatter(mask, top)
+        return layout.to_responses(log_probs), layout.to_responses(top)
 
     @contextmanager
     def routing(self, batch: Batch, rows: Rows, layout: Layout) -> Iterator[None]:
@@ -280,7 +281,7 @@ class Policy:
         if batch.routed_experts is None:
             yield
             return
-        sampled = layout.flatten(batch.routed_experts[rows], -1)
+        sampled = layout.flatten(batch.routed_experts[index_of(rows)], -1)
         self._routing.begin(self.model, sampled, replay=self.replays)
         if torch.is_grad_enabled():
             yield
@@ -301,12 +302,12 @@ class Policy:
         """Run the forward of `batch[rows]`, and return the logits that predict its response tokens, one row per token.
 
         If there are more than `LOGITS_AT_A_TIME` logits, or if they are FP32, they are computed in blocks of tokens."""
-        inputs = dict(layout.inputs)
+        inputs = layout.inputs | no_mask(self.model)
         predictors = layout.predictors
         if uses_engine_attention(self.model):
             # The engine's attention sums in different orders in the prefill of a prompt and in decoding.
-            filler = inputs["row_lengths"][len(layout.valid) :]
-            prompts = batch.prompt_lengths[rows]
+            filler = inputs["row_lengths"][layout.rows :]
+            prompts = batch.prompt_lengths[index_of(rows)]
             inputs["prompt_lengths"] = torch.cat([prompts, prompts.new_tensor(filler)])
         if self.logits_in_blocks(len(predictors) if self.packed else layout.size):
             hidden = self.model.base_model(use_cache=False, **inputs).last_hidden_state.flatten(

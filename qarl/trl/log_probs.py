@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from qarl.kernels.log_probs import LogitsInBlocks, log_probs_and_entropies
-from qarl.trainer.batch import Batch, lay_out
+from qarl.trainer.batch import Batch
+from qarl.trainer.layout import lay_out
 from qarl.trainer.policy import Policy
 
 
@@ -50,9 +51,8 @@ def log_probs_of_rows(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return log-probs and, if `entropies` is true, entropies in nats. Both are FP32 [rows, response_width], 0 on
     padding."""
-    mask = batch.response_mask[rows]
-    tokens = batch.responses[rows][mask]
     layout = lay_out(batch, rows, packed=policy.packed)
+    tokens = layout.of_responses(batch.responses[rows])
     with policy.routing(batch, rows, layout):
         logits = policy.logits(batch, rows, layout)
     log_probs, _ = logits.log_probs(tokens, temperature=temperature)
@@ -65,10 +65,7 @@ def log_probs_of_rows(
     else:
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = entropies_of_logits(logits.logits, temperature=temperature)
-    zeros = torch.zeros(mask.shape, device=mask.device)
-    return zeros.masked_scatter(mask, log_probs), None if entropy is None else zeros.masked_scatter(
-        mask, entropy
-    )
+    return layout.to_responses(log_probs), None if entropy is None else layout.to_responses(entropy)
 
 
 def entropies_of_logits(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:

@@ -42,6 +42,7 @@ from qarl.quant.experts import stacked_experts
 from qarl.rollout.engine import RolloutEngine
 from qarl.schemes import get_scheme
 from qarl.tbpo import TBPOConfig, tbpo_loss
+from qarl.tbpo.reading import read
 from qarl.trainer.master_optimizer import write_back
 from qarl.trainer.policy import Policy, adapters_of
 from qarl.trainer.prepare import engine_config
@@ -219,7 +220,7 @@ class QaRLTrainer(GRPOTrainer):
                 statistics = loss_statistics(
                     self._log_probs, old, old, rollout, inputs["advantages"], keep, {}
                 )
-                self._step_metrics.add(statistics, first=self._is_first)
+                self._step_metrics.add(*read([statistics]), first=self._is_first)
             self._step_metrics.compare(old, rollout, mask, trained=self.state.global_step > 0)
         return loss
 

@@ -22,6 +22,7 @@ from verl.trainer.ppo.core_algos import register_policy_loss
 
 from qarl.config.objectives import get_objective
 from qarl.objectives.loss import objective_loss
+from qarl.tbpo.reading import read
 from qarl.verl.config_classes import actor_settings
 from qarl.verl.keys import ACTOR, CORRECTION, POLICY_LOSS, QUANT, ROLLOUT
 from qarl.verl.refusals import Conflict, refuse
@@ -133,5 +134,5 @@ def policy_loss(
         responses=micro_batch.responses,
         tokens=micro_batch.tokens,
     )
-    micro_batch.statistics.update(statistics)
+    micro_batch.statistics.update(*read([statistics]))
     return loss * config.global_batch_info.get("dp_size", 1), {}

@@ -9,6 +9,7 @@ import torch
 from qarl.config import Config, build_config
 from qarl.objectives.loss import correction_weights, objective_loss
 from qarl.objectives.settings import objective_settings
+from qarl.tbpo.reading import read
 
 T = 9
 LENGTHS = (9, 3, 5, 0, 7, 1, 9, 4, 0, 6, 8, 2) * 2
@@ -170,4 +171,4 @@ def call(
         assert log_prob.grad is not None
         gradient[part] = log_prob.grad
         all_statistics.append(statistics)
-    return total, gradient, all_statistics
+    return total, gradient, read(all_statistics)

@@ -23,8 +23,9 @@ from contract_checks import (
     stand_in_for_vllm,
 )
 from cpu_features import needs_vllm_cpu
+from waits import Waits
 
-from qarl.align import align_model, cuda
+from qarl.align import align_model, cuda, packed_attention
 from qarl.align.applied_level import resolve_level, unconfirmed
 from qarl.config.level import Level
 from qarl.kernels.cuda import layer_ops
@@ -126,6 +127,27 @@ def test_packed_and_padded_rows_have_the_same_bits() -> None:
         mask[0, :21] = 0
         with pytest.raises(ValueError, match="without attention_mask"):
             model(padded, attention_mask=mask)
+
+
+@needs_vllm_cpu
+@pytest.mark.parametrize("packed", [True, False])
+def test_no_layer_waits_for_the_device(packed: bool) -> None:
+    """Nor its backward. The places of padded rows' tokens are sent once for all layers."""
+    _, model = aligned()
+    lengths = (9, 30)
+    ids = torch.randint(0, 64, (1, 39) if packed else (2, 30))
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if packed:
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        inputs["position_ids"] = positions[None]
+    packed_attention.places_of_tokens.cache_clear()
+    packed_attention._ends.cache_clear()
+    with Waits("qarl/align/packed_attention.py:places_of_tokens") as waits:
+        model(
+            use_cache=False, row_lengths=lengths, **inputs, **packed_attention.no_mask(model)
+        ).logits.sum().backward()
+    assert not waits.waits
+    assert waits.places["upload", "qarl/kernels/base.py:upload"] <= 1
 
 
 def test_the_level_says_if_no_device_has_confirmed_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from tbpo_batches import WIDE
 from qarl.metrics.warning_signs import SignFinder
 from qarl.objectives.metrics import loss_statistics, reduce_metrics
 from qarl.tbpo import TBPOConfig, tbpo_loss
+from qarl.tbpo.reading import read
 
 LENGTHS = (9, 3, 5, 0, 7, 1, 9, 4)
 ADVANTAGES = (1.5, -0.5, 0.0, 2.0, -2.0, 0.25, 1.0, -1.0)
@@ -43,7 +44,7 @@ def of_other_losses(rows: dict[str, torch.Tensor]) -> dict[str, Any]:
         rows[name].masked_fill(~mask, 0.0)
         for name in ("log_prob", "old_log_prob", "rollout_log_prob")
     )
-    return loss_statistics(new, old, rollout, rollout, rows["advantages"], mask, {})
+    return read([loss_statistics(new, old, rollout, rollout, rows["advantages"], mask, {})])[0]
 
 
 @pytest.mark.parametrize("statistics_of", [of_tbpo, of_other_losses])

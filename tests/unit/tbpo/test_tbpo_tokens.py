@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from qarl.tbpo.config import CLASSES, POLICIES
-from qarl.tbpo.metrics import as_numbers, combine
+from qarl.tbpo.metrics import combine
+from qarl.tbpo.reading import read
 from qarl.tbpo.tokens import class_metrics, token_statistics
 
 OLD = torch.tensor(
@@ -62,9 +63,7 @@ EXPECTED = {
 def statistics_of(
     log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, valid: torch.Tensor
 ) -> Any:
-    return as_numbers(
-        {"sum/rows": torch.tensor(1.0)}, token_statistics(log_prob, old, old, advantage, valid)
-    )
+    return read([token_statistics(log_prob, old, old, advantage, valid)])[0]
 
 
 @pytest.mark.parametrize("parts", [[slice(0, 3)], [slice(0, 1), slice(1, 2), slice(2, 3)]])

@@ -9,50 +9,24 @@ import pytest
 import torch
 from cpu_features import needs_w4a16_cpu
 from engine_helpers import config
+from packed_rows import made_batch, make_policy
 from random_models import save_random_model
-from transformers import AutoModelForCausalLM
 from updating_trainer import updating_trainer
 
 from qarl.align.cpu_attention import uses_engine_attention
-from qarl.config.level import Level
-from qarl.quant import get_scheme
-from qarl.rollout.requests import RolloutBatch
-from qarl.trainer.batch import Batch, fill, lay_out, make_batch
+from qarl.trainer.batch import Batch, fill
+from qarl.trainer.layout import lay_out
 from qarl.trainer.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
 
 LEVELS = ["off", "linears", pytest.param("model", marks=needs_w4a16_cpu)]
-LENGTHS = [(3, 40), (9, 1), (1, 7), (30, 200), (5, 0), (12, 33), (2, 64), (4, 90)]
-"""Tokens of prompt and response. PyTorch cuts attention differently from 192 tokens on; one response is empty."""
-
-
-def made_batch(lengths: list[tuple[int, int]] = LENGTHS, seed: int = 0) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(3, 64, (count,), generator=generator).tolist()
-
-    prompts, responses = [tokens(p) for p, _ in lengths], [tokens(r) for _, r in lengths]
-    log_probs = [(-4 - torch.rand(len(row), generator=generator)).tolist() for row in responses]
-    rollout = RolloutBatch(prompts, responses, log_probs, ["stop"] * len(lengths), weight_version=0)
-    advantages = torch.tensor([1.0, -0.5] * len(lengths))[: len(lengths)]
-    return make_batch(rollout, torch.zeros(len(lengths)), advantages, pad_token_id=2)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {family: save_random_model(root / family, family) for family in ("qwen3", "qwen3_moe")}
-
-
-def make_policy(folder: Path, level: str, scheme: str = "w4a16", *, packed: bool = True) -> Policy:
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="sdpa"
-    )
-    return Policy(
-        model, get_scheme(scheme, group_size=32), ("lm_head",), align=Level(level), packed=packed
-    )
 
 
 def log_probs(policy: Policy, batch: Batch, packs: list[list[int]]) -> torch.Tensor:
@@ -171,8 +145,18 @@ def test_a_layout_by_hand():
     assert padded.inputs["input_ids"].tolist() == batch.input_ids[rows].tolist()
     assert padded.inputs["row_lengths"] == (5, 6)
     assert padded.predictors.tolist() == [1, 2, 3, 10]
+    valid = torch.arange(batch.input_ids.shape[1]) < torch.tensor([[5], [6]])
     for form in (layout, padded):
         assert torch.equal(
             form.unflatten(form.flatten(batch.input_ids[rows], -1)),
-            batch.input_ids[rows] * form.valid,
+            batch.input_ids[rows].where(valid, 0),
+        )
+        responses = batch.responses[rows]
+        assert form.of_responses(responses).tolist() == [
+            *responses[0, :3].tolist(),
+            responses[1, 0],
+        ]
+        assert torch.equal(
+            form.to_responses(form.of_responses(responses)),
+            responses.where(batch.response_mask[rows], 0),
         )

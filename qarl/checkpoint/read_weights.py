@@ -36,6 +36,7 @@ from qarl.checkpoint.resumable import (
     load_dict,
     open_checkpoint,
 )
+from qarl.checkpoint.storage import checkpoints_dir
 from qarl.console import note
 from qarl.errors import UserError
 from qarl.quant.convert import tied_names
@@ -101,6 +102,14 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     steps = ", ".join(f"step={step}" for step in sorted(folders))
     what = f"the run {run} has no checkpoint of step {chosen}"
     raise UserError(what, fix=f"choose from {steps}")
+
+
+def newest_checkpoint(run: Path) -> tuple[int, Path] | None:
+    """Return step and folder of the newest complete checkpoint of `run`, of either backend, or None if it has none.
+    Its bytes are not checked."""
+    found = dict(list_checkpoints(checkpoints_dir(run)))
+    found = found or dict(whole_and_torn(checkpoints_dir(run))[0])
+    return max(found.items(), default=None)
 
 
 def _refuse_part_of_run(folder: Path) -> None:

@@ -21,6 +21,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,11 +42,30 @@ DAMAGED = object()
 """Stands for the value of a line that has none."""
 _OS_ERROR = re.compile(r"os error (\d+)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REFUSING = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY)
 
 
 class StorageError(UserError):
-    """The disk refused to write. Existing files and folders are unchanged."""
+    """The disk refused to write. Existing files and folders are unchanged. `number`: the system's number of the
+    error."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        why: str | None = None,
+        fix: str | None = None,
+        number: int | None = None,
+    ) -> None:
+        super().__init__(what, where=where, why=why, fix=fix)
+        self.number = number
+
+    def has_cause_of(self, other: BaseException) -> bool:
+        """Return whether one state of the disk explains both errors: it is full, read-only or broken."""
+        same = isinstance(other, StorageError) and self.number == other.number
+        return same and self.number in (*_FULL, *_REFUSING)
 
 
 @contextmanager
@@ -100,17 +120,34 @@ def check_place(folder: Path) -> None:
             raise PermissionError(errno.EACCES, reason, str(above))
 
 
-def check_room(folder: Path, needed_bytes: int) -> None:
-    """Raise StorageError if the disk of `folder` has fewer than `needed_bytes` free bytes. `folder` need not exist."""
-    free = shutil.disk_usage(
-        next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    ).free
+def check_room(
+    folder: Path, needed_bytes: int, *, largest_file: int = 0, holds: str = "", fix: str = ""
+) -> None:
+    """Raise StorageError if `folder` cannot get `needed_bytes`: the disk has fewer free bytes, or this process may not
+    write its largest file (`ulimit -f`). `folder` need not exist.
+
+    `largest_file`: bytes, at most `needed_bytes`. `holds`: what the bytes are. `fix`: what else the user can do.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if free < needed_bytes:
-        raise StorageError(
-            f"there is no room for {folder}",
-            why=f"it takes {needed_bytes / 1e9:.3g} GB, but only {free / 1e9:.3g} GB are free",
-            fix="free some space, or write to a different disk",
+        raise _no_room(
+            folder,
+            f"it takes {needed_bytes:,} bytes{holds}, but only {free:,} are free on the disk of {existing}",
+            f"free some space, or write to a different disk{fix}",
         )
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and limit < largest_file:
+        raise _no_room(
+            folder,
+            f"its largest file takes {largest_file:,} bytes, but this process may only write files of {limit:,}",
+            f"raise the limit: ulimit -f unlimited{fix}",
+        )
+
+
+def _no_room(folder: Path, why: str, fix: str) -> StorageError:
+    what = f"there is no room for {folder}"
+    return StorageError(what, why=why, fix=fix, number=errno.ENOSPC)
 
 
 def replace_folder(folder: Path, new: Path) -> None:
@@ -208,6 +245,11 @@ def set_aside(folder: Path, suffix: str) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a file of text in UTF-8 as `write_bytes` does."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Write a file atomically: write a temporary file beside it, then rename that. Make missing parent folders.
 
     If the disk refuses to write, raise StorageError and leave an existing file unchanged.
@@ -216,7 +258,7 @@ def write_text(path: Path, text: str) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_bytes(content)
             temporary.replace(path)
         except OSError:
             temporary.unlink(missing_ok=True)
@@ -245,7 +287,7 @@ def _os_error(error: Exception) -> OSError | None:
     if isinstance(error.__context__, OSError):
         return error.__context__
     number = _OS_ERROR.search(str(error))
-    return OSError(int(number[1]), str(error)) if number else None
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
 
 
 def _storage_error(folder: Path, error: OSError) -> StorageError:
@@ -255,7 +297,7 @@ def _storage_error(folder: Path, error: OSError) -> StorageError:
     elif error.errno in _IN_THE_WAY:
         fix = f"move away or rename what has the name {error.filename2 or error.filename or folder} now"
     what = f"{folder} could not be written"
-    return StorageError(what, why=error.strerror or str(error), fix=fix)
+    return StorageError(what, why=error.strerror or str(error), fix=fix, number=error.errno)
 
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:

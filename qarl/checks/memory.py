@@ -166,6 +166,17 @@ def checkpoint_bytes(size: ModelSize, config: Config) -> dict[str, int]:
     }
 
 
+def largest_checkpoint_file(size: ModelSize, config: Config) -> int:
+    """Return the bytes of a checkpoint's largest file, without its header: the optimizer's, with the masters if there
+    are any. verl has one of masters and one of the optimizer for each rank."""
+    trained = adapter_parameters(size, config) or size.parameters
+    state = weight_memory.optimizer_state(size, config)
+    has_masters = config.optim.master_dtype == "fp32"
+    if config.backend == "verl":
+        return max(state, (4 if has_masters else 2) * trained) // weight_memory.ranks(config)
+    return state + (4 * trained if has_masters else 0)
+
+
 def readable(size: int) -> str:
     """Return a size in GiB, or in MiB if it is below 1 GiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / GIB * 1024:.1f} MiB"

@@ -34,9 +34,10 @@ from qarl.checks.check import (
 from qarl.checks.exact_threads import run_threads
 from qarl.checks.inputs_record import Record
 from qarl.checks.machine import Machine
-from qarl.checks.memory import checkpoint_bytes, readable
+from qarl.checks.memory import readable
 from qarl.checks.memory_parts import ranks
 from qarl.checks.model_size import ModelSize
+from qarl.checks.room import check_room_of_size, run_bytes
 from qarl.config import Config, check_writable
 from qarl.config.hints import unread_paper_keys, unusual_values
 from qarl.console import fit_terminal
@@ -162,10 +163,15 @@ def start(config: Config, read_record: Callable[[], Record]) -> Findings:
 
 
 def space(config: Config, size: ModelSize) -> Findings:
+    try:
+        check_room_of_size(config, size)
+    except storage.StorageError as refusal:
+        yield Finding.of(refusal)
+        return
     run_dir = config.run_dir.absolute()
     trainer = config.trainer
     existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
-    sizes = checkpoint_bytes(size, config)
+    sizes = run_bytes(config, size)
     free = shutil.disk_usage(existing).free
     verl = config.backend == "verl"
     keep = trainer.max_ckpt_to_keep
@@ -176,17 +182,15 @@ def space(config: Config, size: ModelSize) -> Findings:
         keep is not None
     ):  # verl deletes an old checkpoint before the new one; the local backend, when that is complete
         saves = min(saves, keep if verl else keep + 1)
-    export = sizes["export"] if trainer.save_final else 0
-    needed = export + saves * sizes["resumable"]
+    export = sizes.export if trainer.save_final else 0
+    needed = sizes.logs + export + saves * sizes.checkpoint
     what = (
         f"{readable(free)} free; the run needs {readable(needed)}: export {readable(export)}, and up to {saves} "
-        f"checkpoints of {readable(sizes['resumable'])} each"
+        f"checkpoints of {readable(sizes.checkpoint)} each"
     )
     fix = "free some space, set output_dir to another disk, or lower trainer.max_ckpt_to_keep"
     by_time = (
-        2 * sizes["resumable"]
-        if trainer.save_minutes > 0 and trainer.total_training_steps > 2
-        else 0
+        2 * sizes.checkpoint if trainer.save_minutes > 0 and trainer.total_training_steps > 2 else 0
     )
     status: Status = (
         "error" if free < needed else "warning" if free < needed + max(needed, by_time) else "ok"

@@ -11,18 +11,23 @@ files (`qarl.metrics.plots`) and in report.html.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qarl.checkpoint.storage import write_bytes
 from qarl.metrics.series import series
 from qarl.metrics.weight_bins import W_BINS
 from qarl.tbpo.config import CLASSES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Entries = Sequence[Mapping[str, Any]]
 Groups = dict[str, list[float]]
@@ -139,9 +144,14 @@ def plot_bars(chart: Bars, entries: Entries, output: Path) -> Path | None:
         axes.set_yscale("log")
     if len(groups) > 1:
         axes.legend(frameon=False)
-    output.mkdir(parents=True, exist_ok=True)
-    path = output / f"{chart.file}.png"
-    figure.savefig(path, dpi=130)
+    return save_png(figure, output / f"{chart.file}.png")
+
+
+def save_png(figure: Figure, path: Path) -> Path:
+    """Write a figure of matplotlib to `path`, whole or not at all. Return `path`."""
+    image = io.BytesIO()
+    figure.savefig(image, dpi=130, format="png")
+    write_bytes(path, image.getvalue())
     return path
 
 

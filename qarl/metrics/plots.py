@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qarl.metrics.bars import BARS, Entries, plot_bars
+from qarl.metrics.bars import BARS, Entries, plot_bars, save_png
 from qarl.metrics.series import series
 from qarl.metrics.tracker import read_metrics
 from qarl.metrics.validation import MEAN, OF_SOURCE
@@ -193,10 +193,7 @@ def _plot_lines(chart: Chart, entries: Entries, output: Path) -> Path | None:
         axes.set_ylim(-0.02, 1.02)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
-    output.mkdir(parents=True, exist_ok=True)
-    path = output / f"{chart.file}.png"
-    figure.savefig(path, dpi=130)
-    return path
+    return save_png(figure, output / f"{chart.file}.png")
 
 
 def _plain(label: str) -> str:

@@ -170,13 +170,13 @@ class Tracker:
 
 
 def _lost_view(name: str, error: Exception) -> UserError:
-    kind = StorageError if isinstance(error, OSError) else UserError
-    return kind(
-        f"the logger {name} failed",
-        where="trainer.logger",
-        why=f"{type(error).__name__}: {error}",
-        fix=f"{METRICS_FILE} in the run folder has all metrics; mend the cause, or remove {name} from trainer.logger",
-    )
+    what = f"the logger {name} failed"
+    where = "trainer.logger"
+    why = f"{type(error).__name__}: {error}"
+    fix = f"{METRICS_FILE} in the run folder has all metrics; mend the cause, or remove {name} from trainer.logger"
+    if isinstance(error, OSError):
+        return StorageError(what, where=where, why=why, fix=fix, number=error.errno)
+    return UserError(what, where=where, why=why, fix=fix)
 
 
 def check_loggers(loggers: Sequence[str]) -> None:

@@ -1,7 +1,8 @@
 """The end of a run of either backend. It writes the last files even if an earlier step of the run failed.
 
 What took long comes first, and words come last: the export, then the summary, plots and the report. A failure of one
-does not stop the next. At the end, the first error of the run is raised. Later errors are only printed.
+does not stop the next. At the end, the first error of the run is raised. Later errors are only printed, but what the
+same full or read-only disk has kept from being written is part of the first error.
 
 A run is finished once it has made all its steps and its export. If only summary, plots or the report failed, the exit
 code reports the failure, but a resume does not train again.
@@ -16,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from qarl.checkpoint.export_folder import record_step, step_of, why_foreign
-from qarl.checkpoint.resumable import list_checkpoints
+from qarl.checkpoint.read_weights import newest_checkpoint
 from qarl.checkpoint.run_folder import RunFolder
 from qarl.checkpoint.storage import (
     EXPORT,
     METRICS_FILE,
     SUMMARY_FILE,
     StorageError,
-    checkpoints_dir,
     free_name,
     write_json,
     writing,
@@ -38,12 +38,37 @@ from qarl.report.page import write_report
 from qarl.trainer.taken_names import PLOTS
 
 
+class NotExported(StorageError):
+    """The disk refused the export. `left`: the checkpoint that there is, or that there is none. `again`: how to get the
+    export."""
+
+    def __init__(self, run_dir: Path, step: int, error: StorageError) -> None:
+        self.left = "there is no checkpoint, so the weights are lost"
+        self.again = "train again, with trainer.save_freq=N"
+        if newest := newest_checkpoint(run_dir):
+            saved_step, folder = newest
+            self.left = f"the newest checkpoint is {folder}"
+            command = shlex.join(["qarl", "export", f"run={run_dir}", f"step={saved_step}"])
+            self.again = (
+                f"the same command then resumes and exports, and `{command} output=FOLDER` exports this checkpoint "
+                "to another disk"
+            )
+        super().__init__(
+            f"the model after step {step} could not be exported",
+            where=error.where,
+            why=f"{error.what}: {error.why}; {self.left}",
+            fix=f"{error.fix}; {self.again}",
+            number=error.number,
+        )
+
+
 class Ending:
     """Collects the errors at the end of a run. `failure`: the first error, or None."""
 
     def __init__(self, failure: BaseException | None) -> None:
         self.failure = failure
         self._messages: set[str] = set()
+        self._unwritten: list[StorageError] = []
         if isinstance(failure, SystemExit):  # its exit code, 0 perhaps, would be that of the run
             self.failure = RuntimeError(f"something in the run called sys.exit({failure.code!r})")
             self.failure.__cause__ = failure
@@ -51,15 +76,45 @@ class Ending:
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Catch an error in this block. It becomes `failure` if it is the run's first error. Otherwise print it, but
-        not twice: what several files lack, each says."""
+        not twice: what several files lack, each says. A later error that has the cause of the first is not printed;
+        `whole_failure` names it."""
         try:
             yield
         except Exception as error:
             if self.failure is None:
                 self.failure = error
+            elif isinstance(error, StorageError) and error.has_cause_of(self.failure):
+                self._unwritten.append(error)
             elif str(error) not in self._messages:
                 say_error(error)
             self._messages.add(str(error))
+
+    def whole_failure(self) -> BaseException | None:
+        """Return `failure`. If it is of the disk, it says what else the disk has refused for the same reason."""
+        first = self.failure
+        if not isinstance(first, StorageError) or not self._unwritten:
+            return first
+        reasons = [first.why or ""]
+        fixes = [first.fix or ""]
+        for error in self._unwritten:
+            reasons.append(f"for the same reason {error.what}")
+            if isinstance(error, NotExported):
+                reasons.append(error.left)
+                fixes.append(error.again)
+        whole = StorageError(
+            first.what,
+            where=first.where,
+            why="; ".join(dict.fromkeys(reasons)),
+            fix="; ".join(fixes),
+            number=first.number,
+        )
+        whole.__cause__ = first
+        return whole
+
+    @property
+    def says_there_is_no_export(self) -> bool:
+        """Whether `whole_failure` says it."""
+        return any(isinstance(error, NotExported) for error in (self.failure, *self._unwritten))
 
     def in_words(self) -> str | None:
         """Return the first error as one line for the summary, or None if there is no error."""
@@ -141,9 +196,11 @@ def finish_run(
             export = ", its export among them," if "checkpoint" in summary else ""
             note(f"the last files of the run{export} are in {run_dir}")
             _say_how_to_move_back(folder)
-        if "not_exported" in summary:
+        failure = ending.whole_failure()
+        if "not_exported" in summary and not ending.says_there_is_no_export:
             note(f"there is no export: {summary['not_exported']}")
-        raise ending.failure
+        assert failure is not None
+        raise failure
     return summary
 
 
@@ -186,7 +243,7 @@ def _export(
     except Exception as error:
         summary["not_exported"] = _beside(run_dir, in_words(error))
         if isinstance(error, StorageError):
-            raise not_exported(run_dir, step, error) from error
+            raise NotExported(run_dir, step, error) from error
         raise
     summary["checkpoint"] = str(saved)
     record_step(saved, step)
@@ -231,18 +288,3 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, StorageError):
         return f"{error.what}: {error.why}"
     return in_one_line(error)
-
-
-def not_exported(run_dir: Path, step: int, error: StorageError) -> StorageError:
-    """Return the error for a failed export. It says which files of the run exist and how to get the export."""
-    there = "there is no checkpoint, so the weights are lost"
-    again = "train again, with trainer.save_freq=N"
-    if saved := list_checkpoints(checkpoints_dir(run_dir)):
-        there = f"the newest checkpoint is {saved[0][1]}"
-        again = "the same command then resumes and exports"
-    return StorageError(
-        f"the model after step {step} could not be exported",
-        where=error.where,
-        why=f"{error.what}: {error.why}; {there}; metrics and summary are in {run_dir}",
-        fix=f"{error.fix}; {again}",
-    )

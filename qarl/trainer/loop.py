@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from qarl.checkpoint.model_files import MAX_SHARD_BYTES
 from qarl.checkpoint.resumable import Checkpoint
 from qarl.checkpoint.storage import EXPORT, check_room
-from qarl.checks.check import NotCheckedError
-from qarl.checks.memory import checkpoint_bytes
+from qarl.checks.room import check_run_room
 from qarl.config import Config, write_resolved
 from qarl.console import stage
 from qarl.metrics.tracker import Tracker, write_versions
@@ -42,10 +42,7 @@ def train_in_run_folder(config: Config, *, started: float) -> dict[str, Any]:
     def prepare(checkpoint: Checkpoint | None) -> None:
         if checkpoint is not None:
             refuse_other_model(checkpoint, inputs.weight_files)
-        if config.trainer.save_final:
-            with suppress(NotCheckedError):
-                size = checkpoint_bytes(inputs.size, config)["export"]
-                check_room(config.run_dir / EXPORT, size)
+        check_run_room(config, inputs)
         parts.append(load_parts(config, inputs))
 
     with open_run(config, inputs.record, prepare) as checkpoint:
@@ -88,7 +85,8 @@ def run_and_keep(
         report = trainer.publish()
     if config.trainer.save_final:
         # The export holds the same bytes as a publish. If the disk has no room for them, training would be wasted.
-        check_room(run_dir / EXPORT, report.bytes)
+        largest = min(report.bytes, MAX_SHARD_BYTES)
+        check_room(run_dir / EXPORT, report.bytes, largest_file=largest)
     total = config.trainer.total_training_steps
     start_step = trainer.step
     with Tracker(

@@ -15,13 +15,17 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.trainer_utils import get_last_checkpoint
 
+from qarl.checks.check import NotCheckedError, RunInputs
 from qarl.checks.inputs_record import Record, full_record, model_record
+from qarl.checks.room import check_room_of_files
+from qarl.config import Config
 from qarl.console import note
 from qarl.data.digests import sources_digest
 from qarl.errors import UserError
@@ -184,6 +188,14 @@ def _check_saves(args: QaRLConfig) -> None:
             why=f"rollouts serve {steps:g} optimizer steps, and TRL's checkpoints do not contain them",
             fix=f"set save_strategy=steps and make save_steps a multiple of {steps:g}, or set save_strategy=no",
         )
+
+
+def check_room(args: QaRLConfig, run: Config, inputs: RunInputs) -> None:
+    """Raise StorageError if TRL will save, and `args.output_dir` has no room for a checkpoint of the model of `run`."""
+    strategy = getattr(args.save_strategy, "value", args.save_strategy)
+    folder = Path(args.output_dir)
+    with suppress(NotCheckedError):
+        check_room_of_files(folder, run, inputs.size, saves=strategy != "no", exports=False)
 
 
 def settings_of(

@@ -54,6 +54,7 @@ from qarl.trl.checks import (
     check_adapter_args,
     check_args,
     check_resume,
+    check_room,
     inputs_of,
     settings_of,
 )
@@ -105,6 +106,7 @@ class QaRLTrainer(GRPOTrainer):
         length = longest_prompt(args, tokenizer, train_dataset, eval_dataset)
         self.run = run_config(args, folder, max_prompt_length=length, lora=lora)
         inputs = in_trls_words(lambda: make_checks(self.run, data=False))
+        check_room(args, self.run, inputs)
         functions = checked_functions(reward_funcs, args)
         self.policy = load_policy(model, self.run)
         if self.policy.adapters is not None:

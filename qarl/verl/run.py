@@ -36,6 +36,7 @@ from qarl.checks.inputs_record import RECORD_FILE
 from qarl.checks.machine import this_machine
 from qarl.checks.model import applied_level, lower_level
 from qarl.checks.registry import check_run
+from qarl.checks.room import check_run_room
 from qarl.config import Config, write_resolved
 from qarl.console import say, stage
 from qarl.errors import UserError, in_one_line
@@ -49,7 +50,6 @@ from qarl.verl import checks
 from qarl.verl.config import hf_config_of, set_environment, verl_keys
 from qarl.verl.failures import as_user_error, what_resumes
 from qarl.verl.resume import open_verl_run
-from qarl.verl.saving import check_room
 
 UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
 """Memory that an 80 GB GPU reports. Estimates on a machine without a GPU use it."""
@@ -78,7 +78,7 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
     set_environment(config, on_cpu)
     with stage("checking data, model and machine", imports=True):
         run = check_run(config)
-        check_room(config, run)
+        check_run_room(config, run)
         record = run.record
         run.reward_fn.stop()  # from now on Ray's workers call it
     resolved = verl_config(config, on_cpu=on_cpu)
@@ -299,7 +299,8 @@ class MetricsFollower:
 def export_final(config: Config, output: Path) -> Path:
     """Export the final model from verl's last checkpoint to the folder `output`, and return it.
 
-    Raise UserError if the disk is full or the files of some ranks are not on this machine. The checkpoint stays.
+    Raise StorageError if the disk is full, and UserError if the files of some ranks are not on this machine. The
+    checkpoint stays.
     """
     from qarl.checkpoint.export import ExportRequest, export
 
@@ -311,6 +312,8 @@ def export_final(config: Config, output: Path) -> Path:
                 ExportRequest(config.run_dir, output, step, overwrite=True, trust_remote_code=trust)
             )
         )
+    except StorageError:
+        raise
     except UserError as error:
         fix = f"{error.fix}; then run python -m qarl.export run={config.run_dir} output={output}"
         what = f"the trained model could not be exported: {error.what}"

@@ -1,4 +1,4 @@
-"""When a verl run saves by time, what its checkpoints replace, and whether the disk has room for them.
+"""When a verl run saves by time, and what its checkpoints replace.
 
 verl saves every `trainer.save_freq` steps and, at a positive frequency, after the last step (`PPOTrainer.fit`). These
 checkpoints stay. `trainer.save_minutes` adds those of `qarl.trainer.checkpoints` (`Saving`): a file `BY_TIME` marks
@@ -10,45 +10,16 @@ which it does not know. `Saving` removes these.
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 from qarl.checkpoint.read_weights import step_of, what_is_missing, whole_and_torn
 from qarl.checkpoint.storage import StorageError, remove_folder
-from qarl.checks.check import NotCheckedError, RunInputs
-from qarl.checks.memory import checkpoint_bytes, readable
-from qarl.config import Config
-from qarl.errors import UserError
 
 BY_TIME = "saved_by_time"
 
 _log = logging.getLogger("qarl.verl")
-
-
-def check_room(config: Config, inputs: RunInputs) -> None:
-    """Raise UserError if the run will save and the disk has no room for a checkpoint and the export. verl ends a run
-    whose disk is full. Nothing is checked if `save_contents` says what a checkpoint has, or if the model's config lacks
-    a number."""
-    trainer = config.trainer
-    folder = (config.run_dir / "checkpoints").resolve()
-    saves = trainer.save_freq > 0 or trainer.save_minutes > 0 or trainer.save_final
-    if not saves or any("save_contents" in key for key in config.verl):
-        return
-    try:
-        sizes = checkpoint_bytes(inputs.size, config)
-    except NotCheckedError:
-        return
-    needed = sizes["resumable"] + (sizes["export"] if trainer.save_final else 0)
-    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
-    if (free := shutil.disk_usage(existing).free) < needed:
-        raise UserError(
-            f"the disk has no room for a checkpoint: {readable(free)} are free, {readable(needed)} are needed",
-            where=str(existing),
-            why="verl ends a run that cannot save",
-            fix="free some space, or set output_dir to another disk; qarl doctor says what the whole run writes",
-        )
 
 
 class Saving:

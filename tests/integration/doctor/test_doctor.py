@@ -17,8 +17,8 @@ from doctor_rig import examine, said, topic_of
 
 from qarl.checks import memory
 from qarl.checks.machine import Machine
-from qarl.checks.memory import checkpoint_bytes
 from qarl.checks.model_size import ModelSize
+from qarl.checks.room import run_bytes
 from qarl.config import load_config
 from qarl.doctor import examination
 from qarl.doctor.__main__ import main
@@ -96,15 +96,16 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(".")
     size = ModelSize.from_config(json.loads(Path("model/config.json").read_text()))
-    sizes = checkpoint_bytes(size, load_config(["config=run.yaml"]))
+    sizes = run_bytes(load_config(["config=run.yaml", LONG]), size)
+    whole = sizes.logs + sizes.export
     keep = ["trainer.save_freq=1", LONG, "trainer.max_ckpt_to_keep=2"]
-    needed = sizes["export"] + 3 * sizes["resumable"]
-    by_time = (
-        sizes["export"] + 2 * sizes["resumable"]
-    )  # the newest stays until the next is complete
-    in_verl = checkpoint_bytes(size, load_config(["config=run.yaml", "backend=verl"]))
-    verls = in_verl["export"] + 2 * in_verl["resumable"]  # verl deletes the oldest before the third
-    assert sizes["resumable"] - in_verl["resumable"] == 2 * size.parameters  # BF16 weights
+    needed = whole + 3 * sizes.checkpoint
+    started = whole + sizes.checkpoint
+    by_time = whole + 2 * sizes.checkpoint  # the newest stays until the next is complete
+    in_verl = run_bytes(load_config(["config=run.yaml", "backend=verl", LONG]), size)
+    # verl deletes the oldest before the third
+    verls = in_verl.logs + in_verl.export + 2 * in_verl.checkpoint
+    assert sizes.checkpoint - in_verl.checkpoint == 2 * size.parameters  # BF16 weights
     for arguments, free, status in (
         (keep, needed - 1, "error"),
         (keep, needed, "warning"),
@@ -112,9 +113,9 @@ def test_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         (["trainer.save_freq=5", LONG], by_time - 1, "error"),
         (["backend=verl", *keep], verls - 1, "error"),
         (["backend=verl", *keep], verls, "warning"),
-        ([LONG], sizes["export"] - 1, "error"),
+        ([LONG], started - 1, "error"),
         ([LONG], by_time - 1, "warning"),
-        ([LONG], by_time, "ok"),
+        ([LONG], 2 * by_time, "ok"),
     ):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
         assert topic_of("disk", *arguments)[-1].status == status

@@ -15,130 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from ends import (
-    BOOM,
-    SOURCES,
-    STEPS,
-    End,
-    cells,
-    check_end,
-    expected_accuracies,
-    restored_limit,
-    write_run,
-)
-from transformers import AutoModelForCausalLM
+from ends import BOOM, STEPS, End, cells, check_end, expected_accuracies, restored_limit, write_run
 
 pytest.importorskip("verl")
 import ray
+from verl_ends import DEAD, MEMORY, RunPPO, at, fail, of_task
 
 from qarl.errors import UserError, first_cause
 from qarl.metrics.tracker import read_metrics
 from qarl.train import main
-from qarl.verl.failures import as_user_error
 from qarl.verl.run import our_names
 from qarl.verl.trainer import QaRLTrainerSync, answer_figures
 
 RUN = Path("runs/bad")
 
 
-class RunPPO:
-    """verl's `run_ppo` of a run with this `shape`, without its work. `at_step`: what happens in each step, before its
-    checkpoint; `after`: after it, before its evaluation."""
-
-    def __init__(
-        self,
-        shape: str,
-        at_step: Callable[[int], None] | None = None,
-        after: Callable[[int], None] | None = None,
-    ) -> None:
-        self.shape, self.at_step, self.after = shape, at_step or ignore, after or ignore
-
-    def __call__(self, config: Any, task_runner_class: Any) -> None:
-        from verl.utils.tracking import FileLogger
-
-        logger, trainer = FileLogger("qarl", "bad"), config.trainer
-        start = int(tracker.read_text()) if (tracker := tracker_of(config)).exists() else 0
-        if trainer.val_before_train:
-            logger.log(self.evaluation(), start)
-        for step in range(start + 1, trainer.total_training_steps + 1):
-            last = step == trainer.total_training_steps
-            metrics = {
-                "timing_s/step": 1.0,
-                "actor/mismatch/k3": float("nan"),
-                "critic/score/mean": 0.5,
-            }
-            self.at_step(step)
-            if trainer.save_freq > 0 and (last or step % trainer.save_freq == 0):
-                save(config, step)
-            self.after(step)
-            if trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
-                metrics |= self.evaluation()
-            logger.log(metrics, step)
-        logger.finish()
-
-    def evaluation(self) -> dict[str, Any]:
-        sources = SOURCES if self.shape == "several sources" else {"test": 2}
-        rows = [
-            (source, f"{source} {row}") for source, count in sources.items() for row in range(count)
-        ]
-        rows = [row for row in rows for _ in range(4 if self.shape == "four answers" else 1)]
-        rewards = [0.5 if source else 1.0 for source, _ in rows]
-        if self.shape == "not a number":
-            rewards[0] = float("nan")
-        trainer = object.__new__(QaRLTrainerSync)
-        return trainer._val_metrics_update(
-            [source for source, _ in rows],
-            [prompt for _, prompt in rows],
-            {"reward": rewards},
-            [2] * len(rows),
-        )
-
-
-def ignore(step: int) -> None:
-    pass
-
-
-def tracker_of(config: Any) -> Path:
-    return Path(config.trainer.default_local_dir) / "latest_checkpointed_iteration.txt"
-
-
-def save(config: Any, step: int) -> None:
-    """Leave a checkpoint as verl's FSDP checkpoint manager and trainer do."""
-    folder = tracker_of(config).with_name(f"global_step_{step}")
-    (folder / "actor").mkdir(parents=True)
-    model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
-    torch.save(dict(model.state_dict()), folder / "actor" / "model_world_size_1_rank_0.pt")
-    shutil.copytree("model", folder / "actor" / "huggingface")
-    torch.save({}, folder / "data.pt")
-    tracker_of(config).write_text(str(step))
-
-
-def at(step: int, action: Callable[[], Any]) -> Callable[[int], None]:
-    return lambda now: action() if now == step else None
-
-
-def fail(error: BaseException) -> Callable[[], None]:
-    def raise_error() -> None:
-        raise error
-
-    return raise_error
-
-
-def of_task(cause: Exception) -> ray.exceptions.RayTaskError:
-    """As Ray hands an error from a worker."""
-    return ray.exceptions.RayTaskError("run", "Traceback: of the task", cause).as_instanceof_cause()
-
-
-MEMORY = (
-    "Task was killed due to the node running low on memory.\nMemory on the node (IP: 10.0.0.1, ID: 1f) where the task "
-    "(actor ID: 2e, name=WorkerDict.__init__, pid=42) was running was 22.9GB / 23.0GB (0.99), which exceeds the memory "
-    "usage threshold of 0.95.\nRefer to the documentation on how to address the out of memory issue."
-)
 NO_REWARD = UserError(
     "the reward failed", where="score", why="LookupError: no verdict", fix="make it return a score"
 )
-DEAD = "a process of the verl run died"
 EARLY = "the run ended after step 1 of 3, before the checkpoint of its last step"
 ENDS: dict[str, tuple[Callable[[], dict[str, Callable[[int], None]]], End]] = {
     "finished": (dict, End(0, finished=True)),
@@ -220,11 +114,21 @@ def test_an_export_onto_a_full_disk_says_what_there_is_and_a_resume_makes_it(tra
     with restored_limit() as fill_the_disk:
         code, printed = train("one source", RunPPO("one source", after=at(STEPS, fill_the_disk)))
     check_end(RUN, end, "one source", code, printed)
-    assert "global_step_3" in printed or "python -m qarl.export" in printed
+    assert "the newest checkpoint is runs/bad/checkpoints/global_step_3" in printed
+    assert "`qarl export run=runs/bad step=3 output=FOLDER` exports this checkpoint" in printed
     evaluated = RunPPO("one source", at_step=lambda step: pytest.fail("a step was taken again"))
     code, printed = train("one source", evaluated)
     check_end(RUN, End(0, finished=True), "one source", code, printed)
     assert json.loads((RUN / "summary.json").read_text())["steps"] == STEPS
+
+
+def test_a_run_without_room_is_refused_before_ray_starts(train, monkeypatch):
+    usage = shutil.disk_usage(".")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    code, printed = train("one source", RunPPO("one source", at_step=fail(RuntimeError(BOOM))))
+    assert code == 2 and printed.count("error: ") == 1, printed
+    assert "there is no room for runs/bad" in printed and "one checkpoint" in printed
+    assert "starting Ray" not in printed and not RUN.exists()
 
 
 def lose_the_metrics() -> None:
@@ -366,87 +270,3 @@ def test_the_figure_of_a_response_is_its_accuracy_where_the_reward_returns_one()
         5.0,
         6.0,
     ]
-
-
-GPU_FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-CPU_FULL = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
-GPU_FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-CPU_FULL = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
-KILLED_FOR_MEMORY = """The actor died.
-\tclass_name: WorkerDict
-\tpid: 42
-The actor is dead because its worker process has died. Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: Task was
-killed due to the node running low on memory."""
-KILLED_BY_SOMETHING = """The actor died unexpectedly before finishing this task.
-\tclass_name: create_colocated_worker_cls.<locals>.WorkerDict
-\tpid: 42
-The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker
-unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the process was killed
-by the OOM killer due to high memory usage, (2) ray stop --force was called, or (3) the worker crashed unexpectedly due
-to SIGSEGV or another unexpected error. If the process was killed by the kernel OOM killer (verifiable by checking for
-OOM in dmesg of the OOMing node), consider enabling resource isolation via --enable-resource-isolation to prevent node
-deaths by resource contention and significant loss of progress by uninformed kernel OOM killing."""
-"""What Ray 2.60 says of an actor that was killed with SIGKILL, whoever did it."""
-FULL = {
-    "killed by Ray": (
-        ray.exceptions.OutOfMemoryError(MEMORY),
-        "Ray has killed",
-        "rollout.cpu_kvcache_space_gib",
-    ),
-    "Python's": (MemoryError(), "has run out of memory", "rollout.cpu_kvcache_space_gib"),
-    "a GPU's": (GPU_FULL, "has run out of memory", "micro-batches"),
-    "PyTorch's on a CPU": (CPU_FULL, "has run out of memory", "qarl doctor"),
-    "Ray's start": (
-        Exception("The current node timed out during startup."),
-        "could not be started",
-        "/tmp/ray",
-    ),
-    "the disk": (ray.exceptions.OutOfDiskError("full"), "the disk is full", "/tmp/ray"),
-    "the store": (ray.exceptions.ObjectStoreFullError("full"), "object store is full", "/dev/shm"),
-    "a worker": (ray.exceptions.WorkerCrashedError(), DEAD, "run the same command again"),
-    "a machine": (ray.exceptions.NodeDiedError("node 3"), DEAD, "run the same command again"),
-}
-
-
-@pytest.mark.parametrize("case", FULL)
-@pytest.mark.parametrize("where", ["driver", "worker", "worker of a worker"])
-def test_what_has_run_out_is_named(tmp_path, case, where):
-    error, what, fix = FULL[case]
-    for _ in range(["driver", "worker", "worker of a worker"].index(where)):
-        error = of_task(error)
-    named = as_user_error(error, tmp_path)
-    assert named is not None and what in named.what and named.fix is not None and fix in named.fix
-    assert "it starts fresh, because there is no checkpoint" in named.fix
-
-
-RAYS_REPORT = """1 worker(s) were killed due to the node running low on memory.
-Memory on the node (IP: 10.0.0.1, ID: 16) was 6.77GB used / 23.54GB limit (0.287560)
-OOM kill reason: Memory usage 7276556288B exceeded threshold of 252765104B (1.0% of 25276510208B limit)
-Selected to kill: (Actor(fa): job ID=01, task name=WorkerDict.__init__, required resources={}, pid=30519, used=0.04GB)
-Top 10 memory users: PID	MEM(GB)	COMMAND"""
-
-
-def test_where_ray_killed_for_lack_of_memory_is_said_in_one_line(tmp_path):
-    """The report of Ray 2.60, which has 60 lines, and the shorter one of earlier releases."""
-    lines = {RAYS_REPORT: "WorkerDict.__init__, pid=30519, 6.77GB used / 23.54GB limit (0.287560)"}
-    lines[MEMORY] = "WorkerDict.__init__, pid=42, 22.9GB / 23.0GB (0.99)"
-    for message, where in lines.items():
-        named = as_user_error(of_task(ray.exceptions.OutOfMemoryError(message)), tmp_path)
-        assert named is not None and named.where == where
-
-
-def test_an_actor_that_ray_killed_for_its_memory_is_not_only_dead(tmp_path):
-    died = ray.exceptions.ActorDiedError()
-    died.error_msg = KILLED_FOR_MEMORY
-    named = as_user_error(of_task(died), tmp_path)
-    assert (
-        named is not None and "out of memory" in named.what and "WorkerDict" in (named.where or "")
-    )
-    assert as_user_error(of_task(RuntimeError("shapes differ")), tmp_path) is None
-
-
-def test_an_actor_that_something_killed_is_not_one_that_ray_killed_for_its_memory(tmp_path):
-    died = ray.exceptions.ActorDiedError()
-    died.error_msg = KILLED_BY_SOMETHING
-    named = as_user_error(of_task(died), tmp_path)
-    assert named is not None and named.what == DEAD and "pid: 42" in (named.where or "")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,15 +21,12 @@ from qarl.checkpoint.read_weights import (
     whole_and_torn,
     whole_tensor,
 )
-from qarl.checks.memory import checkpoint_bytes
-from qarl.checks.model_size import ModelSize
 from qarl.errors import UserError
 from qarl.hangup import interrupted_code
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
 from qarl.verl.config import trainer_keys
 from qarl.verl.run import MetricsFollower, answered_interrupt, our_names
-from qarl.verl.saving import check_room
 from qarl.verl.state_record import PARTS, check_record, engine_state
 
 pytest.importorskip("verl")
@@ -190,22 +185,6 @@ def test_a_resumed_run_replaces_only_what_was_saved_by_time(loop, tmp_path):
     assert sorted(whole_and_torn(tmp_path / "checkpoints")[0]) == [9, 14, 15], (
         "a repeated command begins with 9"
     )
-
-
-def test_a_run_does_not_start_on_a_disk_without_room_for_a_checkpoint(tmp_path, monkeypatch):
-    size = ModelSize(
-        layers=1, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=100
-    )
-    config = quickstart(output_dir=str(tmp_path))
-    sizes = checkpoint_bytes(size, config)
-    usage = shutil.disk_usage(tmp_path)
-    for free, wrong in ((sum(sizes.values()), False), (sum(sizes.values()) - 1, True)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
-        with pytest.raises(UserError, match="no room for a checkpoint") if wrong else nullcontext():
-            check_room(config, SimpleNamespace(size=size))
-    monkeypatch.undo()
-    never = {"trainer.save_minutes": -1, "trainer.save_final": False}
-    check_room(quickstart(output_dir=str(tmp_path), **never), None)
 
 
 def test_a_run_goes_on_from_verls_newest_checkpoint(opened, tmp_path):

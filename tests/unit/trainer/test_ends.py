@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,100 +13,27 @@ from typing import Any
 
 import pytest
 from ends import BOOM, FAILING, STEPS, End, cells, check_end, restored_limit, write_run
+from local_ends import (
+    RUN,
+    Trainer,
+    at,
+    fail,
+    interrupt,
+    interrupt_twice,
+    summary,
+)
 from random_models import save_random_model
 
 from qarl.checkpoint.export_folder import MARK, why_foreign
 from qarl.checkpoint.resumable import _digest
 from qarl.eval.arguments import note_unfinished
 from qarl.metrics.tracker import read_metrics
-from qarl.rollout.engine import EngineFailed, RolloutEngine
-from qarl.rollout.publish.manifest import PublishReport
-from qarl.rollout.requests import RolloutBatch
 from qarl.train import main
 from qarl.trainer import finish, loop
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("no_probe")
-
-
-class Engine:
-    """Answers each prompt with the same two tokens. `lost`: it fails."""
-
-    lost = False
-    weight_version = 0
-    rebuilds = 0
-    publish_from: Any = RolloutEngine.publish_from
-
-    def __enter__(self) -> Engine:
-        return self
-
-    __exit__: Any = RolloutEngine.__exit__
-
-    def close(self) -> None:
-        if self.lost:
-            raise RuntimeError("a lost engine cannot be closed")
-
-    def publish(self, tensors: Any, *, version: int, prepared: Any) -> PublishReport:
-        self.weight_version = version
-        return PublishReport(version, len(list(tensors)), 1000, 0, 0, {})
-
-    def generate(self, prompts: list[list[int]], sampling: Any, seeds: Any = None) -> RolloutBatch:
-        if self.lost:
-            raise EngineFailed("the rollout engine is lost", why="vLLM failed: killed")
-        count = len(prompts)
-        return RolloutBatch(
-            prompts, [[5, 1]] * count, [[-1.0, -1.0]] * count, ["stop"] * count, self.weight_version
-        )
-
-    def sleep(self) -> None:
-        pass
-
-
-class Trainer(LocalTrainer):
-    """Samples and scores, but does not update. `at_step`: what happens in each step."""
-
-    def __init__(self, config: Any, parts: Any) -> None:
-        super().__init__(config, parts, engine=Engine())  # type: ignore[arg-type]
-
-    def train_step(self) -> dict[str, float]:
-        self.step += 1
-        self.at_step(self)
-        _, metrics = self.rollout_of_step()
-        self.publish()
-        return metrics | {
-            "actor/skipped_steps": 0,
-            "mismatch/k3": float("nan"),
-            "timing_s/step": 1.0,
-        }
-
-    def rollout_of_step(self) -> tuple[Any, dict[str, float]]:
-        self.engine.weight_version = self.step
-        return self.rollout()
-
-    def at_step(self, trainer: Trainer) -> None:
-        pass
-
-
-def at(step: int, action: Callable[[Trainer], Any]) -> Callable[..., None]:
-    def happen(self: Trainer, trainer: Trainer) -> None:
-        if trainer.step == step:
-            action(trainer)
-
-    return happen
-
-
-def fail(trainer: Trainer) -> None:
-    raise RuntimeError(BOOM)
-
-
-def interrupt(*arguments: Any) -> None:
-    signal.raise_signal(signal.SIGINT)
-
-
-def interrupt_twice(*arguments: Any) -> None:
-    interrupt()
-    interrupt()
 
 
 ENDS: dict[str, tuple[Callable[..., None], End]] = {
@@ -170,25 +95,6 @@ def test_every_end_with_every_shape_of_evaluation(startable_run, monkeypatch, ca
     if name == "Ctrl-C":
         assert [path.name for path in Path("runs/bad/checkpoints").iterdir()] == ["step_2"]
         assert summary()["steps"] == 2
-
-
-def summary() -> dict[str, Any]:
-    return json.loads(Path("runs/bad/summary.json").read_text())
-
-
-@pytest.fixture
-def train(startable_run, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
-    """`qarl train` of a run with one data source. Returns the exit code and what it printed."""
-    monkeypatch.setattr(loop, "LocalTrainer", Trainer)
-    settings = write_run("one source")
-
-    def run(*overrides: str) -> tuple[int, str]:
-        code = main(["config=run.yaml", *settings, *overrides])
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.out + printed.err
-        return code, printed.out + printed.err
-
-    return run
 
 
 def test_an_export_that_found_no_room_is_made_by_the_same_command_without_another_step(
@@ -286,124 +192,6 @@ def test_what_ends_the_program_during_a_run_is_an_error_of_the_run(train, monkey
     assert "sys.exit(0)" in summary()["failed"] and summary()["finished"] is False
 
 
-RUN = Path("runs/bad")
-
-
-def put(name: str, kind: str) -> Path:
-    """Put a file, or a folder with a file, of the user into the run folder. Return the file."""
-    path = RUN / name
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    file = path / "thesis.tex" if kind == "folder" else path
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("mine")
-    return file
-
-
-TAKEN = {
-    "export": ("file", "folder"),
-    "plots": ("file", "folder"),
-    "tensorboard": ("file",),
-    "report.html": ("file", "folder"),
-    "samples.jsonl": ("file", "folder"),
-    "config.yaml": ("folder",),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [(name, kind) for name, kinds in TAKEN.items() for kind in kinds]
-)
-def test_a_name_that_is_taken_is_refused_before_the_weights_are_loaded(train, name, kind):
-    file = put(name, kind)
-    code, printed = train()
-    assert code == 2 and f"error: {RUN / name} is in the way of the run" in printed
-    assert printed.count("error: ") == 1 and "fix: move it away" in printed
-    assert "loading the weights" not in printed and file.read_text() == "mine"
-    assert {path.name for path in RUN.iterdir()} == {".lock", name}
-
-
-def test_a_resume_refuses_an_export_that_is_none_and_a_new_run_moves_everything_aside(
-    train, monkeypatch
-):
-    monkeypatch.setattr(Trainer, "at_step", at(2, interrupt))
-    assert train("trainer.save_freq=2")[0] == 130
-    assert (RUN / "export" / MARK).is_file()
-    (RUN / "export" / "notes").write_text("mine")
-    code, printed = train("trainer.save_freq=2")
-    assert code == 2 and "no export wrote its file notes" in printed
-    monkeypatch.setattr(Trainer, "at_step", at(0, fail))
-    assert train("trainer.save_freq=2", "trainer.resume_mode=disable")[0] == 0
-    assert Path("runs/bad.1/export/notes").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "words"),
-    [
-        ("export", "file", "the model was exported to runs/bad/export.1"),
-        ("export", "folder", "the model was exported to runs/bad/export.1"),
-        ("plots", "file", "has the name runs/bad/plots now"),
-        ("report.html", "folder", "has the name runs/bad/report.html now"),
-        ("metrics.jsonl", "folder", "has the name runs/bad/metrics.jsonl now"),
-    ],
-)
-def test_a_name_that_is_taken_during_the_run_costs_neither_its_file_nor_the_model(
-    train, monkeypatch, name, kind, words
-):
-    files = []
-    monkeypatch.setattr(Trainer, "at_step", at(2, lambda trainer: files.append(put(name, kind))))
-    code, printed = train("trainer.plots=true")
-    assert code == 2 and printed.count("error: ") == 1 and words in printed, printed
-    assert files[0].read_text() == "mine"
-    ended = summary()
-    assert name in ended["failed"] and why_foreign(Path(ended["checkpoint"])) is None
-    assert ended["checkpoint"] == str(RUN / ("export.1" if name == "export" else "export"))
-    assert not list(RUN.glob("*.old-*"))
-
-
-def lose(how: str) -> None:
-    if how == "deleted":
-        shutil.rmtree(RUN)
-    else:
-        RUN.rename("runs/moved")
-    if how == "replaced":
-        put("metrics.jsonl", "file")
-
-
-@pytest.mark.parametrize(
-    ("how", "step"), [("deleted", 1), ("deleted", STEPS), ("moved", 2), ("replaced", 2)]
-)
-def test_a_run_without_its_folder_ends_with_one_error_and_loses_no_weights(
-    train, monkeypatch, how, step
-):
-    monkeypatch.setattr(Trainer, "at_step", at(step, lambda trainer: lose(how)))
-    code, printed = train("trainer.save_freq=1", "trainer.plots=true")
-    assert code == 2 and printed.count("error: ") == 1, printed
-    assert f"error: the run folder {RUN} was deleted or moved during the run" in printed
-    new = Path("runs/bad.1") if how == "replaced" else RUN
-    assert sorted(path.name for path in new.iterdir()) == ["export", "summary.json"]
-    ended = json.loads((new / "summary.json").read_text())
-    assert ended["finished"] is False and ended["steps"] == step
-    assert "was deleted or moved during the run" in ended["failed"]
-    assert ended["checkpoint"] == str(new / "export") and why_foreign(new / "export") is None
-    if how == "replaced":
-        assert (RUN / "metrics.jsonl").read_text() == "mine"
-    assert f"its export among them, are in {new}\n" in printed
-    if how != "deleted":
-        commands = printed.partition("before you repeat the command: ")[2].splitlines()[0]
-        subprocess.run(commands, shell=True, check=True)
-        assert (RUN / "config.yaml").is_file() and not Path("runs/moved").exists()
-
-
-@pytest.mark.parametrize("gone", ["export", "run folder"])
-def test_what_is_deleted_while_the_last_files_are_written_is_not_claimed(train, monkeypatch, gone):
-    lost = RUN / "export" if gone == "export" else RUN
-    monkeypatch.setattr(finish, "write_report", lambda run_dir: shutil.rmtree(lost))
-    code, printed = train()
-    assert code == 2 and printed.count("error: ") == 1 and "was deleted or moved" in printed
-    ended = summary()
-    assert ended["finished"] is False and "checkpoint" not in ended
-    assert "was deleted or moved" in ended["failed"] and "export" in ended["not_exported"]
-
-
 def test_a_checkpoint_to_resume_from_is_checked_before_the_weights_are_loaded(train, monkeypatch):
     monkeypatch.setattr(Trainer, "at_step", at(2, interrupt))
     assert train("trainer.save_freq=2", "name=first")[0] == 130
@@ -451,6 +239,6 @@ def test_a_disk_that_is_read_only_or_full_is_refused_before_the_weights_are_load
     room = shutil.disk_usage(".")._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: room)
     code, printed = train()
-    assert code == 2 and "there is no room for runs/bad/export" in printed
+    assert code == 2 and "there is no room for runs/bad\n" in printed
     assert "loading the weights" not in printed and not RUN.exists()
     assert train("trainer.save_final=false", "trainer.save_minutes=-1")[0] == 0

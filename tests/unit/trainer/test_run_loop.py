@@ -67,9 +67,7 @@ def test_an_export_that_fails_says_what_there_still_is(tmp_path, saved):
     with pytest.raises(StorageError, match="after step 3 could not be exported") as caught:
         run_and_keep(Trainer(settings, full=True), Checkpoints(), Stop(), 0.0)
     message = str(caught.value)
-    assert (
-        "File too large" in message and f"metrics and summary are in {settings.run_dir}" in message
-    )
+    assert "File too large" in message and "metrics and summary are in" not in message
     assert ("the newest checkpoint is" in message and "step_2" in message) is saved
     assert ("the weights are lost" in message) is not saved
     summary = json.loads((settings.run_dir / "summary.json").read_text())

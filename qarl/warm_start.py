@@ -6,7 +6,8 @@ my_task.py has four functions, draw, prompt, answer and reward; docs/learn/own_t
 lines. A Qwen3 of 0.9M parameters learns the task from scratch by supervised learning, until it writes
 some answers right. In the working folder it writes models/tiny-MY_TASK, data/MY_TASK and MY_TASK.yaml,
 which `qarl train config=MY_TASK.yaml` runs. A MY_TASK.yaml that exists stays as it is. If nothing has
-changed since the last call, nothing is made. `python -m qarl.warm_start` is the same command.
+changed since the last call, nothing is made. A model or data of other arguments, or of another text
+of my_task.py, are replaced only with overwrite=true. `python -m qarl.warm_start` is the same command.
 
 keys:
   target=0.3        greedy accuracy at which the warm start stops
@@ -15,6 +16,7 @@ keys:
   test_size=512     rows of data/MY_TASK/test.parquet
   seed=0
   experts=0         number of experts; 0 is a dense model
+  overwrite=false   true: replace a model and data that were made otherwise
 
 exit codes:
   0    model, data and config are there

@@ -17,7 +17,7 @@ from qarl.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make what is missing or was made with other settings."""
+    """Make what is missing. What was made with other settings is replaced only with --overwrite."""
     parser = argparse.ArgumentParser(description="Make the tiny model and its data.")
     parser.add_argument(
         "--task",
@@ -37,12 +37,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", type=float, help="greedy accuracy at which to stop")
     parser.add_argument("--train-size", type=int, help="rows of train.parquet")
     parser.add_argument("--test-size", type=int, help="rows of test.parquet")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace what was made with other settings"
+    )
     args = vars(parser.parse_args(argv))
+    overwrite = args.pop("overwrite")
     recipe = Recipe.of(TASKS[args.pop("task")], args.pop("experts"))
     try:
-        make_missing(
-            replace(recipe, **{name: value for name, value in args.items() if value is not None})
-        )
+        given = {name: value for name, value in args.items() if value is not None}
+        make_missing(replace(recipe, **given), overwrite=overwrite, asks="--overwrite")
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
 

@@ -35,13 +35,15 @@ from qarl.errors import UserError
 
 FUNCTIONS = ("draw", "prompt", "answer", "reward")
 TEMPLATE = "addition_chain.yaml"
+_NOT_OF_RECIPE = ("file", "overwrite")
 _Count = Annotated[int, Field(gt=0)]
 
 
 @dataclass(frozen=True, config={"extra": "forbid"})
 class WarmStart:
     """The arguments of the command line. `file`: the task's. `steps`: most steps of the warm start. `target`: greedy
-    accuracy at which it stops. `train_size`, `test_size`: rows of the data files. `experts`: of a mixture; 0: dense."""
+    accuracy at which it stops. `train_size`, `test_size`: rows of the data files. `experts`: of a mixture; 0: dense.
+    `overwrite`: replace model and data that were made with other arguments."""
 
     file: Path
     steps: _Count = 600
@@ -50,12 +52,14 @@ class WarmStart:
     test_size: _Count = 512
     seed: int = 0
     experts: Annotated[int, Field(ge=0)] = 0
+    overwrite: bool = False
 
 
 def make_own(request: WarmStart) -> Path:
     """Make model, data and config in the working folder. Return the config's path.
 
-    A config that exists is left as it is. Raise UserError if the file is not a task, or a folder has other files."""
+    A config that exists is left as it is. Raise UserError if the file is not a task, or a folder has other files, or
+    was made with other arguments and `overwrite` is false."""
     task = load_task(request)
     prompt_length, response_length = lengths(task, request.seed)
     recipe = Recipe(
@@ -64,9 +68,9 @@ def make_own(request: WarmStart) -> Path:
         Path("data") / task.name,
         positions=max(POSITIONS, prompt_length + response_length),
         source=hashlib.sha256(request.file.read_bytes()).hexdigest(),
-        **{key: value for key, value in asdict(request).items() if key != "file"},
+        **{key: value for key, value in asdict(request).items() if key not in _NOT_OF_RECIPE},
     )
-    make_missing(recipe)
+    make_missing(recipe, overwrite=request.overwrite, asks="overwrite=true")
     warn_if_far_below(recipe)
     config = Path(f"{task.name}.yaml")
     if not config.exists():

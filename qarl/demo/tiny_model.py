@@ -258,12 +258,11 @@ def write_data(folder: Path, task: Task, train: Sequence[Problem], test: Sequenc
 
 def is_up_to_date(folder: Path, settings: Mapping[str, Any]) -> bool:
     """Return whether `make` wrote `folder` with the same `settings`, and all its files are there."""
-    if not (folder / RECORD).is_file():
+    recorded = _settings_in(folder)
+    if any(recorded.get(name) != value for name, value in settings.items()):
         return False
-    record = json.loads((folder / RECORD).read_text())
-    recorded = record["settings"]
-    same = all(recorded.get(name) == value for name, value in settings.items())
-    return same and all((folder / name).exists() for name in record["files"])
+    files = json.loads((folder / RECORD).read_text(encoding="utf-8")).get("files", [RECORD])
+    return all((folder / name).exists() for name in files)
 
 
 def make(recipe: Recipe) -> None:
@@ -315,14 +314,17 @@ def make(recipe: Recipe) -> None:
             (new / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 
 
-def make_missing(recipe: Recipe) -> None:
-    """Make model and data, unless they were made of the same recipe. Raise UserError if a folder has other files."""
-    if is_up_to_date(recipe.output, recipe.settings(OF_MODEL)) and is_up_to_date(
-        recipe.data, recipe.settings(OF_DATA)
-    ):
+def make_missing(recipe: Recipe, *, overwrite: bool = False, asks: str | None = None) -> None:
+    """Make model and data, unless they were made of the same recipe.
+
+    Raise UserError if a folder has other files, or was made of another recipe and `overwrite` is false. `asks`: the
+    argument of the command that sets `overwrite`, for the error."""
+    models = (recipe.output, recipe.settings(OF_MODEL))
+    data = (recipe.data, recipe.settings(OF_DATA))
+    if all(is_up_to_date(*each) for each in (models, data)):
         print(f"{recipe.output} and {recipe.data} are up to date")
         return
-    for folder in (recipe.output, recipe.data):
+    for folder, settings in (models, data):
         check_place(folder)
         filled = folder.is_dir() and any(folder.iterdir())
         if filled and not (folder / RECORD).exists():
@@ -330,5 +332,37 @@ def make_missing(recipe: Recipe) -> None:
             raise UserError(
                 what, why=f"it has no {RECORD}", fix="remove it yourself, or name another folder"
             )
+        if filled and not overwrite:
+            refuse_other_recipe(folder, settings, asks)
     make(recipe)
     print(f"wrote {recipe.output} and {recipe.data}")
+
+
+def refuse_other_recipe(folder: Path, settings: Mapping[str, Any], asks: str | None) -> None:
+    """Raise UserError if `folder` was made with other `settings`, which the error names."""
+    before = _settings_in(folder)
+    changes = [
+        "its file is another" if name == "source" else f"{name}: {before.get(name)!r} -> {value!r}"
+        for name, value in settings.items()
+        if before.get(name) != value
+    ]
+    if not changes:
+        return
+    fix = f"move {folder} away"
+    if asks:
+        fix += f", or add {asks} to replace it"
+    raise UserError(
+        f"will not replace {folder}, which was made with other arguments",
+        where=str(folder / RECORD),
+        why="; ".join(changes) if before else "it is damaged, so nobody knows with which",
+        fix=fix,
+    )
+
+
+def _settings_in(folder: Path) -> dict[str, Any]:
+    """Return the settings that the record in `folder` has, or {} if it is damaged."""
+    try:
+        settings = json.loads((folder / RECORD).read_text(encoding="utf-8"))["settings"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+    return settings if isinstance(settings, dict) else {}

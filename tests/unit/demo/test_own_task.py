@@ -103,8 +103,43 @@ def test_a_second_call_makes_nothing_and_leaves_the_config(
     assert "up to date" in capsys.readouterr().out and weights.stat().st_ino == inode
     with (folder / "sort_digits.py").open("a") as file:
         file.write("# another\n")
-    assert main(command) == 0 and weights.stat().st_ino != inode, "another task"
+    assert main([*command, "overwrite=true"]) == 0 and weights.stat().st_ino != inode
     assert yaml.safe_load((folder / "sort_digits.yaml").read_text())["seed"] == 5
+
+
+def test_a_model_and_data_of_other_arguments_are_replaced_only_if_asked(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["warm-start", "sort_digits.py", *SMALL]
+    assert main(command) == 0
+    before = contents(folder)
+    changes = {
+        ("seed=1",): "seed: 0 -> 1",
+        ("steps=3", "train_size=40", "test_size=9"): "test_size: 8 -> 9; steps: 2 -> 3",
+        ("experts=2",): "experts: 0 -> 2",
+    }
+    for overrides, why in changes.items():
+        capsys.readouterr()
+        given = {word.partition("=")[0] for word in overrides}
+        unchanged = [word for word in command if word.partition("=")[0] not in given]
+        assert main([*unchanged, *overrides]) == 2
+        error = capsys.readouterr().err
+        assert "will not replace models/tiny-sort_digits" in error and f"why: {why}\n" in error
+        assert "overwrite=true" in error and contents(folder) == before
+    with (folder / "sort_digits.py").open("a") as file:
+        file.write("# another\n")
+    assert main(command) == 2 and "why: its file is another" in capsys.readouterr().err
+    record = folder / "models/tiny-sort_digits" / RECORD
+    record.write_text("[")
+    assert main(command) == 2 and "it is damaged" in capsys.readouterr().err
+    (folder / "data/sort_digits/test.parquet").unlink()
+    assert main([*command, "overwrite=true"]) == 0
+    assert (folder / "data/sort_digits/test.parquet").is_file()
+    assert json.loads(record.read_text())["settings"]["seed"] == 0
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 WRONG = {

@@ -26,9 +26,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return paths
 
 
-def run(output: Path, data: Path, experts: int = 0, seed: int = 0) -> None:
+def run(
+    output: Path, data: Path, experts: int = 0, seed: int = 0, *, overwrite: bool = False
+) -> None:
     recipe = tiny_model.Recipe.of(tiny_model.QUICKSTART, experts)
-    tiny_model.make_missing(replace(recipe, output=output, data=data, seed=seed, **SMALL))
+    changed = replace(recipe, output=output, data=data, seed=seed, **SMALL)
+    tiny_model.make_missing(changed, overwrite=overwrite)
 
 
 def test_the_folder_is_an_ordinary_one(made: tuple[Path, Path]) -> None:
@@ -125,7 +128,7 @@ def test_labels_cover_the_response() -> None:
         assert labels[i, prompt_length - 1] == answer[0] == tokens[i, prompt_length]
 
 
-def test_a_second_run_does_nothing_and_other_settings_do(
+def test_a_second_run_does_nothing_and_other_settings_are_refused(
     made: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, data = (
@@ -142,7 +145,10 @@ def test_a_second_run_does_nothing_and_other_settings_do(
     run(output, data)
     assert weights.read_bytes() == before, "the same seed gives the same weights"
 
-    run(output, data, seed=1)
+    with pytest.raises(UserError, match=r"made with other arguments") as refused:
+        run(output, data, seed=1)
+    assert refused.value.why == "seed: 0 -> 1" and weights.read_bytes() == before
+    run(output, data, seed=1, overwrite=True)
     assert weights.read_bytes() != before
     assert json.loads((output / "made_with.json").read_text())["settings"]["seed"] == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "model"]

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qarl.checkpoint.storage import EXPORT, write_text
+from qarl.checkpoint.storage import EXPORT, check_place, write_text
 from qarl.config.lora import CONFIG_FILE, FOLDER
 from qarl.errors import UserError
 
@@ -82,7 +82,8 @@ def why_foreign(folder: Path) -> str | None:
 def check_output(
     output: Path, run: Path, checkpoint: Path, *, model: str | None, overwrite: bool
 ) -> None:
-    """Raise UserError if writing to `output` would change what is no export, or what the run reads.
+    """Raise UserError if writing to `output` would change what is no export, or what the run reads, and StorageError
+    if it cannot be written.
 
     `run`: the folder of the run. `checkpoint`: the folder in it, or in a link from it, that is exported. `model`: the
     run's `model.path`."""
@@ -102,6 +103,7 @@ def check_output(
             why="a resume, and an export with an adapter, read it again",
             fix="choose a different folder",
         )
+    check_place(output)
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     foreign = why_foreign(output)

@@ -112,3 +112,24 @@ def test_an_export_that_a_run_starts_from_is_not_replaced() -> None:
     config = Path("runs/verl/config.yaml")
     config.write_text(config.read_text().replace("path: model\n", "path: out\n"))
     refused(OUT, "the model that the run starts from", run=Path("runs/verl"))
+
+
+@pytest.mark.parametrize("place", ["a file", "below a file", "read-only"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_checkpoint_is_read(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """By the check that `qarl data`, `qarl convert-gguf` and `qarl warm-start` make."""
+
+    def read(*arguments: object, **keys: object) -> None:
+        raise AssertionError("the checkpoint was read")
+
+    monkeypatch.setattr("qarl.checkpoint.read_weights.open_source", read)
+    monkeypatch.setattr("qarl.checkpoint.export_adapter.open_trained", read)
+    output, words = {
+        "a file": (Path("run.yaml"), "run.yaml could not be written\n  why: it is a file"),
+        "below a file": (Path("run.yaml/out"), "out could not be written\n  why: it is a file"),
+        "read-only": (Path("new/out"), "out could not be written\n  why: the folder"),
+    }[place]
+    if place == "read-only":
+        monkeypatch.setattr("os.access", lambda path, mode: False)
+    refused(output, words)

@@ -242,6 +242,15 @@ def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def hang_ups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A SIGHUP in a test changes neither the exit codes nor the handler of the tests after it."""
+    monkeypatch.setattr("qarl.hangup._HangUp.came", False)
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
     """Run with these overrides, insist on a proper refusal that contains `words`, and give its message."""
 

@@ -165,6 +165,7 @@ def finish_run(
                 for text in damage(run_dir):
                     note(text)
                 summary |= summarize(read_metrics(run_dir))
+                summary["steps"] = step  # the metrics may lack some
         with ending.attempt():
             write()
         if plots and has_metrics:

@@ -47,8 +47,8 @@ class KilledRun:
         self.run_dir = folder / "quickstart_verl"
         changes = dict(override.split("=", 1) for override in overrides)
         given = {"output_dir": folder, **SETTINGS, **changes}
-        # A shell lets the jobs in its background ignore Ctrl-C, and the tests may be one.
-        command = ["env", "--default-signal=INT"]
+        # A shell lets the jobs in its background ignore Ctrl-C, and nohup SIGHUP, and the tests may be one.
+        command = ["env", "--default-signal=INT,HUP"]
         command += [sys.executable, "-m", "qarl.train", "config=quickstart_verl.yaml"]
         command += [f"{key}={value}" for key, value in given.items()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,6 +133,11 @@ class KilledRun:
     def interrupt(self) -> None:
         """Ctrl-C at a terminal, which reaches the whole foreground group."""
         os.killpg(self.process.pid, signal.SIGINT)
+
+    def hang_up(self) -> None:
+        """A terminal that is closed, which reaches the whole foreground group, and often comes twice."""
+        for _ in range(2):
+            os.killpg(self.process.pid, signal.SIGHUP)
 
     def orphans(self) -> list[str]:
         """What still runs `GRACE_SECONDS` after its end."""

@@ -35,7 +35,8 @@ from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.prepare import prepare_run
-from qarl.verl.run import our_names, verl_config
+from qarl.verl.followed_log import our_names
+from qarl.verl.run import verl_config
 
 KEYS = {
     "quant.mismatch_limit": 5.0,

@@ -14,7 +14,7 @@ from glossary import glossary_metrics
 
 from benchmarks.proofs import index
 from benchmarks.proofs.registry import proofs, results
-from qarl.verl.run import RENAMED
+from qarl.verl.followed_log import RENAMED
 
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]

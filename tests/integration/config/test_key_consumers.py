@@ -229,7 +229,7 @@ BESIDE_VERL = {
     "plugins": "qarl/config/__init__.py",
     "reward.check_ground_truths": "qarl/checks/registry.py",
     "trainer.num_threads": "qarl/verl/config.py",
-    "trainer.logger": "qarl/verl/run.py",
+    "trainer.logger": "qarl/verl/followed_log.py",
     "trainer.plots": "qarl/verl/run.py",
     "trainer.progress": "qarl/verl/config.py",
     "trainer.report": "qarl/verl/run.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -23,11 +24,12 @@ LIVE = re.compile(r"step 1/\d+, (sampling|update|log-probs) \(\d+ s\)")
 
 
 def on_a_terminal(
-    arguments: list[str], watch: Callable[[int, str], None] = lambda pid, text: None
+    arguments: list[str], watch: Callable[[int, str], object] = lambda pid, text: None
 ) -> tuple[int, str]:
     """Run `qarl` with a terminal of its own. Return the exit code and what it wrote.
 
-    `watch`: called with the process's id and all that was written until now."""
+    `watch`: called with the process's id and all that was written until now. If it returns True, the terminal is
+    closed."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
@@ -42,9 +44,10 @@ def on_a_terminal(
             written += os.read(terminal, 65536)
         except OSError:  # the process has closed its end
             break
-        watch(pid, written.decode(errors="replace"))
-    _, status = os.waitpid(pid, 0)
+        if watch(pid, written.decode(errors="replace")) is True:
+            break
     os.close(terminal)
+    _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status), written.decode()
 
 
@@ -112,3 +115,15 @@ def test_ctrl_c_within_a_step_leaves_the_terminal_clean(tmp_path: Path) -> None:
     assert not [line for line in shown if LIVE.search(line)]
     assert any(line.startswith("stopping after step 1") for line in shown)
     assert "Traceback" not in written
+
+
+def test_a_terminal_that_is_closed_within_a_step_lets_it_end(tmp_path: Path) -> None:
+    """The kernel sends SIGHUP, and nothing can be written to the terminal any more."""
+    close = lambda pid, written: LIVE.search(written) is not None  # noqa: E731
+    code, written = on_a_terminal(arguments(tmp_path), close)
+    assert code == 129, written[-3000:]
+    run_dir = tmp_path / "quickstart"
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["interrupted"] is True and summary["steps"] == 1
+    assert summary["failed"] is None
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_1"]

@@ -24,10 +24,11 @@ from verl_ends import DEAD, MEMORY, RunPPO, at, fail, of_task
 from qarl.errors import UserError, first_cause
 from qarl.metrics.tracker import read_metrics
 from qarl.train import main
-from qarl.verl.run import our_names
+from qarl.verl.followed_log import our_names
 from qarl.verl.trainer import QaRLTrainerSync, answer_figures
 
 RUN = Path("runs/bad")
+pytestmark = pytest.mark.usefixtures("hang_ups_are_forgotten")
 
 
 NO_REWARD = UserError(
@@ -58,6 +59,10 @@ ENDS: dict[str, tuple[Callable[[], dict[str, Callable[[int], None]]], End]] = {
         lambda: {"at_step": at(2, lambda: signal.raise_signal(signal.SIGINT))},
         End(130, said="stopping verl now", export=False, not_exported="the run was interrupted"),
     ),
+    "SIGHUP": (
+        lambda: {"at_step": at(2, lambda: signal.raise_signal(signal.SIGHUP))},
+        End(129, said="stopping verl now", export=False, not_exported="the run was interrupted"),
+    ),
     "a lost engine": (
         lambda: {"at_step": at(2, fail(of_task(ray.exceptions.ActorDiedError())))},
         End(2, said=DEAD, failed=DEAD, export=False, not_exported=EARLY),
@@ -80,7 +85,8 @@ def train(
         monkeypatch.setattr("verl.trainer.main_ppo.run_ppo", run_ppo)
         keys = ["backend=verl", "trainer.n_gpus_per_node=1", "actor.ppo_micro_batch_size_per_gpu=4"]
         try:
-            code = main(["config=run.yaml", *write_run(shape), *keys, *overrides])
+            given = dict(word.split("=", 1) for word in [*write_run(shape), *keys, *overrides])
+            code = main(["config=run.yaml", *(f"{key}={value}" for key, value in given.items())])
         except RuntimeError as error:  # Python shows it with its traceback, and ends with 1
             assert BOOM in str(first_cause(error))
             code = 1
@@ -120,6 +126,35 @@ def test_an_export_onto_a_full_disk_says_what_there_is_and_a_resume_makes_it(tra
     code, printed = train("one source", evaluated)
     check_end(RUN, End(0, finished=True), "one source", code, printed)
     assert json.loads((RUN / "summary.json").read_text())["steps"] == STEPS
+
+
+def test_an_interrupt_in_the_last_evaluation_costs_neither_a_step_nor_the_evaluation(train):
+    """verl saves the last step, evaluates, and only then logs both."""
+    keys = ("one source", RunPPO("one source", after=at(STEPS, press_ctrl_c)))
+    code, printed = train(*keys, "trainer.val_before_train=false")
+    assert code == 130, printed
+    again = RunPPO("one source", at_step=lambda step: pytest.fail("a step was taken again"))
+    code, printed = train("one source", again, "trainer.val_before_train=false")
+    assert code == 0, printed
+    ended = json.loads((RUN / "summary.json").read_text())
+    assert ended["finished"] is True and ended["steps"] == STEPS
+    assert ended["accuracy_after"] == 0.5 and ended["accuracy_before"] is None
+
+
+def test_a_run_that_resumes_after_its_last_evaluation_makes_no_other(train):
+    """Only its export was missing."""
+    with restored_limit() as fill_the_disk:
+        lose_the_export = RunPPO("one source", after=at(STEPS, fill_the_disk))
+        assert train("one source", lose_the_export, "trainer.val_before_train=false")[0] == 2
+    again = RunPPO("one source")
+    again.evaluation = lambda: pytest.fail("it evaluates again")
+    code, printed = train("one source", again, "trainer.val_before_train=false")
+    assert code == 0, printed
+    assert json.loads((RUN / "summary.json").read_text())["accuracy_after"] == 0.5
+
+
+def press_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
 
 
 def test_a_run_without_room_is_refused_before_ray_starts(train, monkeypatch):

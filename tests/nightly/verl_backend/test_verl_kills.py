@@ -4,6 +4,7 @@ Each says one cause, leaves no process and no broken checkpoint, and goes on whe
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,6 +58,19 @@ def interrupt_before_the_first_step(run: KilledRun) -> None:
     run.interrupt()
 
 
+def close_the_terminal(run: KilledRun) -> None:
+    run.wait_for_step()
+    run.hang_up()
+
+
+def interrupt_the_last_evaluation(run: KilledRun) -> None:
+    """verl evaluates after it has saved the last step and before it logs it."""
+    newest = run.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
+    run.wait_for(lambda: newest.is_file() and newest.read_text() == str(STEPS))
+    assert f"step {STEPS}/" not in run.printed, "the evaluation was over"
+    run.interrupt()
+
+
 def go_through(folder: Path, ends: Sequence[End], *overrides: str) -> None:
     """Start the run once for each of its `ends`, in the same folder."""
     for end in ends:
@@ -82,9 +96,24 @@ def test_an_interrupt_and_a_killed_command(tmp_path):
     ends = [
         End(interrupt_before_the_first_step, 130, "stopping verl now"),
         End(kill_the_command, -9, "start: fresh"),
+        End(close_the_terminal, 129, "stopping verl now"),
     ]
     go_through(tmp_path, ends)
     finish(tmp_path)
+
+
+def test_an_interrupt_in_the_last_evaluation_costs_no_step(tmp_path):
+    evaluates = ["trainer.test_freq=6", "data.max_response_length=64"]
+    said = f"it resumes after step {STEPS}"
+    go_through(tmp_path, [End(interrupt_the_last_evaluation, 130, said)], *evaluates)
+    run_dir = tmp_path / "quickstart_verl"
+    ended = json.loads((run_dir / "summary.json").read_text())
+    assert ended["interrupted"] is True and ended["finished"] is False
+    assert not (run_dir / "export").exists()
+    printed = finish(tmp_path, *evaluates)
+    assert "\nstep 1/" not in printed and f"\nstep {STEPS}/" in printed, printed[-3000:]
+    ended = json.loads((run_dir / "summary.json").read_text())
+    assert ended["accuracy_after"] is not None
 
 
 def test_killed_processes_and_a_lost_file_of_a_rank(tmp_path):

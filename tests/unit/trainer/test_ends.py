@@ -17,6 +17,7 @@ from local_ends import (
     RUN,
     Trainer,
     at,
+    close_the_terminal,
     fail,
     interrupt,
     interrupt_twice,
@@ -33,7 +34,7 @@ from qarl.trainer import finish, loop
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
 
-pytestmark = pytest.mark.usefixtures("no_probe")
+pytestmark = pytest.mark.usefixtures("no_probe", "hang_ups_are_forgotten")
 
 
 ENDS: dict[str, tuple[Callable[..., None], End]] = {
@@ -50,6 +51,7 @@ ENDS: dict[str, tuple[Callable[..., None], End]] = {
             130, failed="KeyboardInterrupt", export=False, not_exported="interrupted within a step"
         ),
     ),
+    "SIGHUP": (at(2, close_the_terminal), End(129)),
     "a lost engine": (
         at(2, lambda trainer: setattr(trainer.engine, "lost", True)),
         End(2, said="the rollout engine is lost", failed="the rollout engine is lost"),
@@ -92,7 +94,7 @@ def test_every_end_with_every_shape_of_evaluation(startable_run, monkeypatch, ca
             code = 1
     printed = capsys.readouterr()
     check_end(Path("runs/bad"), end, shape, code, printed.out + printed.err)
-    if name == "Ctrl-C":
+    if name in ("Ctrl-C", "SIGHUP"):
         assert [path.name for path in Path("runs/bad/checkpoints").iterdir()] == ["step_2"]
         assert summary()["steps"] == 2
 

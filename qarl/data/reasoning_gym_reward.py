@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import FrameType
 from typing import Any
@@ -34,6 +34,7 @@ ANSWER_IN = "answer_in"
 KEYS = (TASK, PARAMETERS, ENTRY, ANSWER_IN)
 """What the scorer reads of a row's `extra_info`; all are texts."""
 CPU_SECONDS = 2.0
+_AGAIN_SECONDS = 0.05
 _CACHED = 64
 
 
@@ -85,35 +86,70 @@ def score(response: str, extra_info: Mapping[str, Any] | None) -> float:
 
 def score_of(dataset: Any, answer: str | None, entry: dict[str, Any]) -> float:
     """Return the library's score of `answer`, or 0 if its scorer raises an exception or takes `CPU_SECONDS`."""
+    limit = _Limit(CPU_SECONDS)
     try:
-        with _limited(CPU_SECONDS), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about answers that cannot be read
-            return float(dataset.score_answer(answer, entry))
+            with limit:
+                found = float(dataset.score_answer(answer, entry))
     except (Exception, _TooLong):  # an answer that cannot be read; scorers raise many types for it
         return 0.0
+    return 0.0 if limit.is_over else found
 
 
 class _TooLong(BaseException):
     """Raised in a scorer that has used its time."""
 
 
-@contextmanager
-def _limited(cpu_seconds: float) -> Iterator[None]:
-    """Raise `_TooLong` in the block after `cpu_seconds`. Only a main thread, as a reward's, has such a limit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    earlier = signal.signal(signal.SIGVTALRM, _end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, earlier)
+class _Limit:
+    """A context that raises `_TooLong` after `cpu_seconds`, and again while the block goes on. `is_over`: whether it
+    did. Only a main thread, as a reward's, has such a limit.
+
+    A scorer may have `except:` around what takes long, which catches `_TooLong`, too. So it is raised a second time in
+    the line that is executed next, which lies in the `except` and so is caught by none of its own; and all of this
+    is done again after `_AGAIN_SECONDS` of the processor."""
+
+    def __init__(self, cpu_seconds: float) -> None:
+        self.is_over = False
+        self._seconds = cpu_seconds
+        self._has_timer = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> None:
+        if self._has_timer:
+            self._block = sys._getframe(1)
+            self._tracer = sys.gettrace()
+            self._handler = signal.signal(signal.SIGVTALRM, self._end)
+            signal.setitimer(signal.ITIMER_VIRTUAL, self._seconds, _AGAIN_SECONDS)
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self._stop()
+        finally:  # the timer may have interrupted this
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._has_timer:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, self._handler)
+            if self.is_over:
+                sys.settrace(self._tracer)
+
+    def _end(self, signum: int, frame: FrameType | None) -> None:
+        self.is_over = True
+        while frame is not None and frame is not self._block:
+            frame.f_trace = _raise_in_line
+            frame = frame.f_back
+        sys.settrace(_trace_no_more)  # lets Python call the functions that are set above
+        raise _TooLong
 
 
-def _end(signum: int, frame: FrameType | None) -> None:
-    raise _TooLong
+def _raise_in_line(frame: FrameType, event: str, argument: object) -> None:
+    if event == "line":
+        raise _TooLong  # after which Python traces nothing
+
+
+def _trace_no_more(frame: FrameType, event: str, argument: object) -> None:
+    """Let functions that are called from now on be as they are."""
 
 
 @lru_cache(maxsize=_CACHED)

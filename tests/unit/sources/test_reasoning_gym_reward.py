@@ -90,13 +90,20 @@ def test_ground_truths_verify_against_themselves() -> None:
 
 
 @pytest.mark.usefixtures("fake_gym")
-def test_an_answer_that_keeps_the_scorer_busy_scores_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As 9**9**9**9 does in the task countdown. The limit does not outlive the call."""
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("answer", ["forever", "tolerant", "stubborn", "deaf"])
+def test_an_answer_that_keeps_the_scorer_busy_scores_0(
+    monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    """As 9**9**9**9 does in the task countdown, and also where the scorer catches all exceptions. The limit does not
+    outlive the call."""
     monkeypatch.setattr(reasoning_gym_reward, "CPU_SECONDS", 0.2)
     handler = signal.getsignal(signal.SIGVTALRM)
+    tracer = sys.gettrace()
     dataset = make_dataset("sums", {})
     started = time.process_time()
-    assert reasoning_gym_reward.score_of(dataset, "forever", ENTRY) == 0.0
+    assert reasoning_gym_reward.score_of(dataset, answer, ENTRY) == 0.0
+    assert sys.gettrace() is tracer
     assert 0.1 < time.process_time() - started < 5
     assert reasoning_gym_reward.score_of(dataset, "3", ENTRY) == 1.0
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)

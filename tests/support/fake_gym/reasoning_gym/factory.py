@@ -23,7 +23,8 @@ class SumsConfig:
 
 
 class Sums:
-    """Sums of two numbers. The answer `boom` makes the scorer raise, and `forever` never lets it end."""
+    """Sums of two numbers. The answer `boom` makes the scorer raise, and `forever` never lets it end. `tolerant`,
+    `stubborn` and `deaf` do not either, and the scorer catches whatever ends them."""
 
     def __init__(self, config: SumsConfig) -> None:
         self.config = config
@@ -49,6 +50,20 @@ class Sums:
             raise ValueError("cannot be read")
         while answer == "forever":
             pass
+        if answer in ("tolerant", "stubborn"):
+            try:
+                while True:
+                    sum(range(1000))
+            except:  # noqa: E722  as some scorers do
+                while answer == "stubborn":
+                    pass
+                return 1.0
+        while answer == "deaf":
+            try:
+                while True:
+                    sum(range(1000))
+            except:  # noqa: E722
+                pass
         a, b = entry["metadata"]["pair"]
         assert isinstance(entry["metadata"]["pair"], tuple)
         return self.config.scale if answer == str(a + b) else 0.0

@@ -41,6 +41,7 @@ from qarl.config.command_arguments import read_request
 from qarl.config.errors import nearest
 from qarl.console import entry, say
 from qarl.errors import UserError
+from qarl.progress import live
 from qarl.sources import COMMON, SOURCES
 from qarl.sources.problems import TRAIN, VALIDATION, Wording, split, to_rows
 
@@ -102,7 +103,9 @@ def _write(
         if all((folder / f"{name}.{request.format}").is_file() for name in names):
             say(f"{folder} is up to date")
             return
-    problems = split(stream, train=request.size, validation=request.validation)
+    count = request.size + request.validation
+    with live.phase(f"drawing problems of {stream.name}", total=count, unit="problems"):
+        problems = split(stream, train=request.size, validation=request.validation)
     wording = Wording(request.system, request.instruction)
     rows = {name: to_rows(part, name, wording) for name, part in problems.items()}
     paths = write_files(folder, rows, ending=request.format, record=record)
@@ -131,13 +134,16 @@ def _asks_for_the_same(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def _words(words: list[str]) -> dict[str, str]:
-    values = {}
+    values: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
             raise UserError(
                 f"{word!r} is not KEY=VALUE", where="command line", fix=f"write {_EXAMPLE}"
             )
+        if key in values:
+            what = f"{key} is given twice: {values[key]}, then {value}"
+            raise UserError(what, where="command line", fix="keep one of them")
         values[key] = value
     return values
 

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from qarl.errors import UserError
+from qarl.progress import live
 
 Message = dict[str, str]
 VALIDATION = "validation"
@@ -65,6 +66,7 @@ def distinct(problems: Iterator[Problem]) -> Iterator[Problem]:
         if question not in seen:
             seen.add(question)
             repeated = 0
+            live.advance()
             yield problem
             continue
         repeated += 1

@@ -13,6 +13,8 @@ import pytest
 
 from qarl.data.entry_text import from_text
 from qarl.data.rows import read_rows
+from qarl.progress.phases import Phase
+from qarl.progress.screen import Display
 from qarl.sources.__main__ import main
 from qarl.sources.reasoning_gym import _entries
 
@@ -122,6 +124,21 @@ def test_a_task_without_right_answers_has_objects_as_ground_truths() -> None:
         assert row["reward_model"]["ground_truth"] == {"answer": ""}
 
 
+def test_the_problems_that_are_drawn_are_counted_on_the_live_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[tuple[str, str]] = []
+    close = Display.close
+
+    def look(display: Display, phase: Phase) -> None:
+        shown.append((phase.name, phase.figures()[0]))
+        close(display, phase)
+
+    monkeypatch.setattr(Display, "close", look)
+    assert data("task=sums", "size=30", "validation=10") == 0
+    assert ("drawing problems of sums", "40 of 40 problems") in shown
+
+
 def test_the_command_says_what_it_wrote(capsys: pytest.CaptureFixture[str]) -> None:
     assert data("task=sums", "size=3", "validation=1") == 0
     told = capsys.readouterr().out
@@ -161,6 +178,9 @@ def test_the_command_says_what_it_wrote(capsys: pytest.CaptureFixture[str]) -> N
         (["task=sums", "answer_in=tag"], "answer_in=tag is no way to find an answer"),
         (["task=sums", "size=0"], "size=0: Input should be greater than 0"),
         (["task=sums", "sums"], "'sums' is not KEY=VALUE"),
+        (["task=sums", "task=open_sums"], "task is given twice: sums, then open_sums"),
+        (["task=sums", "high=9", "high=8"], "high is given twice: 9, then 8"),
+        (["task=sums", "size=9", "size=8"], "size is given twice: 9, then 8"),
     ],
 )
 def test_a_bad_word_is_refused(

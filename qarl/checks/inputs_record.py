@@ -29,6 +29,7 @@ from qarl.config import Config
 from qarl.data.dated_template import undated_digest, written_dates
 from qarl.data.digests import column_digests, reward_source
 from qarl.data.prompts import Prompt
+from qarl.data.rewards import scorer_version
 
 RECORD_FILE = "inputs.json"
 """The record in the folder of a verl run."""
@@ -73,6 +74,7 @@ def record_of(
         "train": prompts_record(train, tokenizer),
         "val": prompts_record(val, tokenizer) if val else None,
         "reward": reward_source(config.reward.function),
+        "scorer": scorer_version(config.reward.function),
         "reference": reference,
     }
     return full_record(record)

@@ -14,6 +14,7 @@ The config names the function as `arithmetic`, `math_verify`, `reasoning_gym`, `
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -94,6 +95,8 @@ TAGS_READ = {"reasoning_gym": ("<answer>", "</answer>")}
 """Tags that a built-in function looks for in every response, so that they must not be special tokens."""
 _PACKAGES = {"reasoning_gym": "reasoning_gym"}
 """Built-in functions that need a package which no environment has by itself (`qarl.side_packages`)."""
+_SCORED_BY = {"reasoning_gym": "reasoning-gym", "math_verify": "math-verify"}
+"""Built-in functions whose scores are those of a distribution of Python."""
 IN_PROCESS = ("arithmetic",)
 """Built-in functions that need no worker process: they depend on their arguments alone, and always end soon."""
 
@@ -132,6 +135,19 @@ def get_reward_fn(spec: str) -> RewardFn:
             fix=f"write reward.function={source}:NAME with the name of a function",
         )
     return fn
+
+
+def scorer_version(spec: str) -> str | None:
+    """Return name and version of the package that scores for the built-in function `spec`, or None if none does."""
+    if spec not in _SCORED_BY:
+        return None
+    package = _SCORED_BY[spec]
+    if spec in _PACKAGES:
+        require(_PACKAGES[spec], needed_for=f"reward.function={spec}")
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{package} of an unknown version"
 
 
 def load_module(source: str, where: str = "reward.function") -> ModuleType:

@@ -230,6 +230,13 @@ def _reward(saved: Record, now: Record) -> Iterator[Change]:
     )
 
 
+def _scorer(saved: Record, now: Record) -> Iterator[Change]:
+    if saved["scorer"] is None or now["scorer"] is None:
+        return
+    what = f"the rewards were those of {saved['scorer']}, now of {now['scorer']}"
+    yield Change(what, "its scores may have changed, and its problems", "", refused=False)
+
+
 def _reference(saved: Record, now: Record) -> Iterator[Change]:
     if saved["reference"] is None or now["reference"] is None:
         what = "the weights of the KL term's reference cannot be compared"
@@ -250,6 +257,7 @@ _PARTS: Mapping[str, Callable[[Record, Record], Iterator[Change]]] = {
     "train": _train,
     "val": _val,
     "reward": _reward,
+    "scorer": _scorer,
     "reference": _reference,
 }
 """Every part of a record, and how its differences are told."""

@@ -15,6 +15,7 @@ from interrupted_runs import BACKENDS, interrupted, record, resumed, run_config,
 from qarl.checks.check import RunInputs
 from qarl.checks.inputs_record import config_keys, reference_digest
 from qarl.checks.registry import CHECKS
+from qarl.data.rewards import scorer_version
 from qarl.errors import UserError
 from qarl.metrics.tracker import write_versions
 from qarl.train import _errors
@@ -212,3 +213,32 @@ def test_a_reference_from_the_hub_is_compared_by_its_commit(
     assert [change.refused for change in changes_of(*reads)] == (
         [] if refused is None else [refused]
     )
+
+
+def test_another_version_of_the_package_that_scores_is_a_note(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of QaRL's own rewards, two are those of a package: its version says what a score means."""
+    versions = {"math-verify": "0.8.0", "reasoning-gym": "0.1.24"}
+    monkeypatch.setattr("qarl.data.rewards.require", lambda *modules, needed_for: None)
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+    assert scorer_version("reasoning_gym") == "reasoning-gym 0.1.24"
+    assert scorer_version("math_verify") == "math-verify 0.8.0"
+    assert scorer_version("arithmetic") is None and scorer_version("mine.py:score") is None
+    before = {"scorer": "reasoning-gym 0.1.24"}
+    (change,) = changes_of(before, {"scorer": "reasoning-gym 0.1.25"})
+    assert not change.refused
+    assert "those of reasoning-gym 0.1.24, now of reasoning-gym 0.1.25" in change.what
+    assert not list(changes_of(before, before)) and not list(changes_of({}, before))
+    assert not list(changes_of({"scorer": None}, before)), "another function is told by its key"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_resume_with_another_version_of_math_verify_says_so(
+    run_folder: Path, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_config(backend, "reward.function=math_verify")
+    written = record(config)
+    assert written["scorer"] == f"math-verify {version('math-verify')}"
+    interrupted(config, written | {"scorer": "math-verify 0.0.1"})
+    assert "the rewards were those of math-verify 0.0.1, now of" in resumed(config, capsys)

@@ -149,13 +149,15 @@ def header_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with the weights of a model, or of an adapter. Raise UserError if there are none."""
+    """Return the files with the weights of a model, or of an adapter. A whole file comes before an index, as for
+    transformers. Raise UserError if there are none."""
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
     if (folder / _INDEX).is_file():
         shards = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         return [folder / name for name in sorted(set(shards))]
-    for name in (_SINGLE, WEIGHTS_FILE):
-        if (folder / name).is_file():
-            return [folder / name]
+    if (folder / WEIGHTS_FILE).is_file():
+        return [folder / WEIGHTS_FILE]
     raise UserError(
         "the folder contains no weights",
         where=str(folder),

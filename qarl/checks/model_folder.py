@@ -38,6 +38,7 @@ _SAME_SIZES = {
 }
 """Models without a folder in `CARRIED`: name -> (folder of a similar model, the config keys that differ)."""
 INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -282,11 +283,11 @@ def check_tied(weight_files: Sequence[Path], model: nn.Module) -> None:
 
 
 def weight_files(path: str) -> list[Path]:
-    """Return the safetensors files of a local model. Raise UserError if one is missing or cannot be opened."""
+    """Return the safetensors files of a local model that transformers reads. Raise UserError if one is missing or
+    cannot be opened."""
     from safetensors import SafetensorError, safe_open
 
-    files = sorted(Path(path).glob("*.safetensors"))
-    _check_index(path, {file.name for file in files})
+    files = _read_by_transformers(Path(path))
     for file in files:
         try:
             with safe_open(file, framework="pt"):
@@ -300,13 +301,26 @@ def weight_files(path: str) -> list[Path]:
     return files
 
 
-def _check_index(path: str, names: Collection[str]) -> None:
-    """Raise UserError if the folder's index lists a file that is not among `names`, or cannot be read."""
-    index = Path(path) / INDEX
-    if not index.is_file():
-        return
+def _read_by_transformers(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model's folder that transformers reads: a whole model.safetensors, whatever an
+    index beside it says, or else those of the index (modeling_utils.py, `_get_resolved_checkpoint_files`, 5.10).
+    Without either, return all: other names are told by the one who loads them."""
+    whole = folder / WHOLE
+    if whole.is_file():
+        return [whole]
+    names = {file.name for file in folder.glob("*.safetensors")}
+    if (folder / INDEX).is_file():
+        names = _listed(folder, names)
+    return [folder / name for name in sorted(names)]
+
+
+def _listed(folder: Path, names: Collection[str]) -> set[str]:
+    """Return the files that the folder's index lists. Raise UserError if one is not among `names`, or the index cannot
+    be read."""
+    path = str(folder)
     try:
-        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        text = (folder / INDEX).read_text(encoding="utf-8")
+        listed = set(json.loads(text)["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise cannot_load(path, f"{INDEX} is damaged ({type(error).__name__}: {error})") from error
     if missing := sorted(listed - set(names)):
@@ -316,3 +330,4 @@ def _check_index(path: str, names: Collection[str]) -> None:
             why=f"{INDEX} lists {', '.join(missing[:4])}",
             fix="download or copy the missing files",
         )
+    return listed

@@ -24,9 +24,18 @@ def head_size(size: int) -> Callable[[], None]:
     return lambda: edit_model_config(head_dim=size)
 
 
+INDEX = Path("model/model.safetensors.index.json")
+
+
 def lose_a_shard() -> None:
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
-    Path("model/model.safetensors.index.json").write_text(json.dumps(index))
+    Path("model/model.safetensors").rename("model/model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    INDEX.write_text(json.dumps(index))
+
+
+def damage_the_index() -> None:
+    Path("model/model.safetensors").rename("model/model-1.safetensors")
+    INDEX.write_text("{")
 
 
 MODELS: dict[str, tuple[Callable[[], object], list[str]]] = {
@@ -54,7 +63,7 @@ WEIGHTS: dict[str, tuple[Callable[[], object], list[str]]] = {
         ["1 of 2 weight files are missing", "model-2.safetensors", "model.path"],
     ),
     "a damaged index": (
-        partial(Path("model/model.safetensors.index.json").write_text, "{"),
+        damage_the_index,
         ["cannot be loaded", "index.json is damaged"],
     ),
 }

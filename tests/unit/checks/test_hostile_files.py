@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_state import Malicious
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from qarl.checkpoint.export import ExportRequest, export
+from qarl.checkpoint.model_files import read_tensors
 from qarl.checks.generation import eos_warnings
 from qarl.checks.layers import meta_model
 from qarl.checks.model_folder import compared_tensors, load_tokenizer, weight_files
@@ -58,3 +62,36 @@ def test_shards_of_a_verl_checkpoint(
     with pytest.raises(UserError, match=r"model_world_size_1_rank_0.pt cannot be used"):
         export(ExportRequest(tmp_path / "run", tmp_path / "out", format="bf16"))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("index", ["old", "damaged", "of lost files"])
+def test_beside_a_whole_file_an_index_counts_as_little_as_for_transformers(
+    pristine_model: Path, tmp_path: Path, index: str
+) -> None:
+    """transformers reads model.safetensors, and so do the checks, a KL reference and the base of adapters."""
+    folder = Path(shutil.copytree(pristine_model, tmp_path / "model"))
+    whole = load_file(folder / "model.safetensors")
+    other = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    shard = "model-00001-of-00001.safetensors"
+    if index == "old":
+        save_file(other, folder / shard, metadata={"format": "pt"})
+    content = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(whole, shard)})
+    (folder / "model.safetensors.index.json").write_text("{" if index == "damaged" else content)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(loaded[name], whole[name].bfloat16()), "what transformers reads"
+    assert weight_files(str(folder)) == [folder / "model.safetensors"]
+    assert torch.equal(dict(read_tensors(folder))[name], whole[name])
+
+
+def test_without_a_whole_file_the_index_says_what_is_read(
+    pristine_model: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(pristine_model, tmp_path / "model"))
+    whole = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    save_file({"model.extra": torch.zeros(1)}, folder / "other.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(whole, "model-1.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert weight_files(str(folder)) == [folder / "model-1.safetensors"]

@@ -151,6 +151,10 @@ def about_weights(file: GGUFFile) -> list[str]:
             f"those in {', '.join(rounded)} were rounded before: they are not the original model's, and a quantized "
             "scheme rounds them a second time"
         )
+    if finer := [kind.name for kind in types if kind.finer_than_bf16]:
+        lines.append(
+            f"those in {', '.join(finer)} are rounded to BF16, the type of the folder's weights"
+        )
     return lines
 
 

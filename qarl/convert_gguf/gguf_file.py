@@ -33,6 +33,11 @@ class StoredType(NamedTuple):
         """Whether the numbers were rounded to multiples of a scale."""
         return self.name not in EXACT_TYPES
 
+    @property
+    def finer_than_bf16(self) -> bool:
+        """Whether the numbers have more binary digits than BF16, to which the conversion rounds them."""
+        return self.name in EXACT_TYPES and self.name != "BF16"
+
 
 class GGUFFile:
     """The metadata and the list of tensors of a GGUF file that was opened without an error."""

@@ -68,7 +68,21 @@ def test_rounded_weights_are_those_of_the_package(
     told = capsys.readouterr().out
     assert "Q4_1 (tensors: 16, numbers:" in told and "F32 (tensors: 5, numbers: 320)" in told
     assert "rounds them a second time" in told
+    assert "those in F32 are rounded to BF16" in told
     assert json.loads((tmp_path / "out" / "gguf_conversion.json").read_text())["changes"]
+
+
+@pytest.mark.parametrize(("kind", "rounded"), [("F16", "F16, F32"), ("BF16", "F32")])
+def test_the_report_says_which_tensors_are_rounded_to_bf16(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, rounded: str
+) -> None:
+    """F16 has 11 binary digits, F32 24 and BF16 8. The norms are F32, as llama.cpp writes them."""
+    write_gguf(tmp_path / "x.gguf", kind=kind)
+    assert main([str(tmp_path / "x.gguf"), str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    assert f"those in {rounded} are rounded to BF16" in told and "second time" not in told
+    changes = json.loads((tmp_path / "out" / "gguf_conversion.json").read_text())["changes"]
+    assert any("are rounded to BF16" in change for change in changes)
 
 
 def test_the_end_token_and_padding_are_put_right(

@@ -188,7 +188,8 @@ class PublishBench:
     def __init__(self, arguments: Arguments, case: Case, folder: str) -> None:
         config = config_of(arguments, case, folder)
         self.policy = Policy.load(config)
-        self.engine = RolloutEngine(engine_config(config, self.policy))
+        routing = self.policy.has_experts
+        self.engine = RolloutEngine(engine_config(config, self.policy, routing=routing))
         self.timer = PhaseTimer(clock_of(self.policy.device))
         self.version = 0
         self.publish()

@@ -137,9 +137,9 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         copy_tree(Path(folder))
         for fault in chosen:
-            said = verdict(fault, Path(folder))
-            bad += not said.startswith("noticed")
-            print(f"{fault.name:38} {said}", flush=True)
+            outcome = verdict(fault, Path(folder))
+            bad += not outcome.startswith("noticed")
+            print(f"{fault.name:38} {outcome}", flush=True)
     print(f"{len(chosen) - bad} of {len(chosen)} faults were noticed")
     return int(bool(bad) or not chosen)
 

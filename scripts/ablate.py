@@ -247,8 +247,8 @@ def report(suite: Suite, results: Results, command: str) -> str:
     groups = [figures_of(entries, "accuracy_after") for entries in done]
     if len(groups) > 1 and min(map(len, groups)) > 1:
         p, _ = permutation_test(*groups)
-        said = f"Whether the arms differ at all: p = {p:.3f} (permutation test of the sum of squares between arms)."
-        lines += [said, ""]
+        sentence = f"Whether the arms differ at all: p = {p:.3f} (permutation test of the sum of squares between arms)."
+        lines += [sentence, ""]
     minutes = sum(entry["minutes"] for entry in results)
     seeds = len({entry["seed"] for entry in results})
     commits = " and ".join(dict.fromkeys(entry["commit"] for entry in results))

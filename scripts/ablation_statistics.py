@@ -132,12 +132,12 @@ def table(runs: Sequence[Mapping[str, Any]], baseline: str | None) -> str:
     head += [f"against {baseline}", "p (smallest possible)"] if compared else []
     lines = []
     for arm in arms:
-        mine = [run for run in runs if run["arm"] == arm]
-        done = [run for run in mine if not run["failed"]]
+        of_arm = [run for run in runs if run["arm"] == arm]
+        done = [run for run in of_arm if not run["failed"]]
         after = figures_of(done, "accuracy_after")
         cells = [
             arm,
-            _seeds(mine),
+            _seeds(of_arm),
             with_spread(after),
             ", ".join(f"{value:.1%}" for value in after),
         ]
@@ -169,11 +169,11 @@ def _mean_cell(runs: Sequence[Mapping[str, Any]], key: str, form: str) -> str:
     return "" if average is None else form.format(average)
 
 
-def _comparison(mine: Sequence[float], base: Sequence[float]) -> list[str]:
-    if not mine or not base:
+def _comparison(figures: Sequence[float], base: Sequence[float]) -> list[str]:
+    if not figures or not base:
         return ["", ""]
-    p, smallest = permutation_test(mine, base)
+    p, smallest = permutation_test(figures, base)
     return [
-        f"{(statistics.fmean(mine) - statistics.fmean(base)) * 100:+.1f} points",
+        f"{(statistics.fmean(figures) - statistics.fmean(base)) * 100:+.1f} points",
         f"{p:.3f} ({smallest:.3f})",
     ]

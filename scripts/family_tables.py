@@ -112,8 +112,8 @@ def page() -> str:
     cases = by_family()
 
     def table(name: str) -> str:
-        heads, made = TABLES[name]
-        return f"{markdown_table(heads, made(cases))}\n"
+        heads, rows_of = TABLES[name]
+        return f"{markdown_table(heads, rows_of(cases))}\n"
 
     return replace_tables(PAGE.read_text(encoding="utf-8"), "family_tables", table)
 

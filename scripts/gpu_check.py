@@ -198,12 +198,12 @@ class Session:
             "gpus": gpus()
         }
         python = shlex.quote(sys.executable)
-        made = [
+        preparations = [
             f"{python} {makes.format(**fields)} && "
             for named, makes in BEFORE.items()
             if named in command
         ]
-        line = f"{''.join(made)}exec {python} {command.format(**fields)}"
+        line = f"{''.join(preparations)}exec {python} {command.format(**fields)}"
 
         def keep(printed: str) -> None:
             output.append(printed)

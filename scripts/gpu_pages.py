@@ -18,8 +18,8 @@ Result = dict[str, Any]
 def verdict_table(result: Result, *, cpu: bool) -> str:
     if not result.get("report"):
         return "no verdicts: the kernels were not measured"
-    said = "On a CPU, to try the table: they mean nothing.\n\n" if cpu else ""
-    return said + markdown_table(
+    remark = "On a CPU, to try the table: they mean nothing.\n\n" if cpu else ""
+    return remark + markdown_table(
         ["bound", "shape", "measured", ""], verdicts(result["report"]["results"])
     )
 

@@ -60,21 +60,23 @@ def judge(bound: Bound, results: Sequence[dict[str, Any]]) -> Iterator[tuple[str
     for (layer, n, k, m), entries in shapes.items():
         for name in bound.kernels:
             where = f"{layer} [{n}, {k}]" + (f", M = {m}" if m else f", {name}")
-            mine = entries.get(name)
+            measured = entries.get(name)
             other = entries.get(bound.against or "")
-            if mine is None:
+            if measured is None:
                 yield bound.text, where, f"{name} has no figure", "missed"
             elif bound.against and other is None:
                 yield bound.text, where, f"{bound.against} is not here", "not measured"
             else:
                 value = (
-                    other["seconds"]["median"] / mine["seconds"]["median"]
+                    other["seconds"]["median"] / measured["seconds"]["median"]
                     if other
-                    else mine["share_of_copy"]
+                    else measured["share_of_copy"]
                 )
                 figure = f"{value:.2f}x" if other else f"{value:.0%}"
-                reached = f"; at {mine['share_of_copy']:.0%} of a copy's bytes/s"
-                if mine["share_of_bf16_product"]:
-                    reached += f", {mine['share_of_bf16_product']:.0%} of the BF16 product's FLOP/s"
+                reached = f"; at {measured['share_of_copy']:.0%} of a copy's bytes/s"
+                if measured["share_of_bf16_product"]:
+                    reached += (
+                        f", {measured['share_of_bf16_product']:.0%} of the BF16 product's FLOP/s"
+                    )
                 met = value >= bound.least
                 yield bound.text, where, figure + reached * (not met), "met" if met else "missed"

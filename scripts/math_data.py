@@ -163,9 +163,9 @@ def _columns(names: Iterable[str], source: Source, where: str) -> tuple[str, str
         ("problem", source.problem_column, PROBLEM_COLUMNS),
         ("answer", source.answer_column, ANSWER_COLUMNS),
     ):
-        wanted = (chosen,) if chosen else usual
-        if not (there := [name for name in wanted if name in names]):
-            why = f"looked for {', '.join(wanted)}; there are {', '.join(names) or 'none'}"
+        accepted = (chosen,) if chosen else usual
+        if not (there := [name for name in accepted if name in names]):
+            why = f"looked for {', '.join(accepted)}; there are {', '.join(names) or 'none'}"
             raise UserError(
                 f"no column with the {what}",
                 where=where,

@@ -125,8 +125,8 @@ def speed() -> str:
         for off, linears in zip(rows[::2], rows[1::2], strict=True):
             paper = PAPER.get((name, off["scheme"]), ("", ""))
             cells = [name, off["scheme"], f"{base['step']:.0f}"]
-            for row, said in ((off, paper[0]), (linears, paper[1])):
-                cells += [f"{row['step']:.0f}", f"{base['step'] / row['step']:.2f}", said]
+            for row, of_paper in ((off, paper[0]), (linears, paper[1])):
+                cells += [f"{row['step']:.0f}", f"{base['step'] / row['step']:.2f}", of_paper]
             gain = round(base["step"] / linears["step"], 2)
             lines.append([*cells, "loses" if gain < 1 else "gains" if gain > 1 else "neither"])
     return markdown_table([*heads, "paper", "QaRL"], lines)

@@ -235,11 +235,11 @@ def dry_run(folder: Path) -> str | None:
         arguments = run_arguments(folder, "w4a16")
     except UserError as error:
         return " ".join(str(error).split())
-    said = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(printed):
         code = train([*arguments, "dry_run=true"])
     return (
-        " ".join(said.getvalue().partition("error: ")[2].split()) or f"exit code {code}"
+        " ".join(printed.getvalue().partition("error: ")[2].split()) or f"exit code {code}"
         if code
         else None
     )

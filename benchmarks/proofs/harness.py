@@ -96,20 +96,20 @@ class Record:
 
     def add(self, name: str, row: Row, *, ok: bool = True) -> None:
         """Keep a row and write the file. `ok`: whether it shows what the proof says."""
-        made = {
+        origin = {
             "date": str(datetime.date.today()),
             "commit": self.commit,
             "cpu": self.facts["cpu"]["model"],
         }
-        self.rows[name] = self.measured[name] = row | {"ok": ok} | made
+        self.rows[name] = self.measured[name] = row | {"ok": ok} | origin
         print(
             f"{name}: {json.dumps(row, ensure_ascii=False)[:600]}{'' if ok else '  NOT OK'}",
             flush=True,
         )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        head = json.dumps(json_safe(made | self.facts), indent=1, ensure_ascii=False).removesuffix(
-            "\n}"
-        )
+        head = json.dumps(
+            json_safe(origin | self.facts), indent=1, ensure_ascii=False
+        ).removesuffix("\n}")
         lines = (
             f"{json.dumps(n)}: {json.dumps(json_safe(r), ensure_ascii=False)}"
             for n, r in self.rows.items()
@@ -165,8 +165,8 @@ def local_trainer(config: str = "quickstart.yaml", **settings: Any) -> Iterator[
 
     with tempfile.TemporaryDirectory() as folder:
         keys = {name.replace("__", "."): value for name, value in settings.items()}
-        made = run_config(config, {"output_dir": folder} | keys)
-        trainer = LocalTrainer(made, prepare_run(made))
+        run = run_config(config, {"output_dir": folder} | keys)
+        trainer = LocalTrainer(run, prepare_run(run))
         with trainer.engine:
             trainer.publish()
             yield trainer

@@ -78,12 +78,12 @@ def wire(shape: tuple[int, ...], scheme: Scheme) -> dict[str, torch.Tensor]:
     if not scheme.quantized:
         return {"weight": on_meta(*shape)}
     with counting():
-        made, _ = quantize_unchecked(
+        quantized, _ = quantize_unchecked(
             on_meta(math.prod(shape[:-1]), shape[-1]), scheme, name="weight"
         )
     return {
         name: tensor.view(*shape[:-1], -1)
-        for name, tensor in made.tensors.items()
+        for name, tensor in quantized.tensors.items()
         if name != "weight_shape"
     }
 
@@ -124,12 +124,12 @@ def gather(
         counter.launched(
             "split_with_sizes_copy", [target, *(tensor for each in received for tensor in each)]
         )
-    made = []
+    gathered = []
     for shard, tensors in zip(shards, received, strict=True):
         wrapped = shard.fsdp_post_all_gather(tensors, None, torch.bfloat16)
         assert wrapped is not None
-        made.append(wrapped[0].tensors)
-    return made
+        gathered.append(wrapped[0].tensors)
+    return gathered
 
 
 def quantize_phase(size: ModelSize, scheme_name: str, group_size: int, ranks: int) -> Phase:
@@ -256,11 +256,13 @@ class _ExpertsPlan:
                 parts.setdefault(owner, {})[leaf] = tensor
         if not parts:
             return
-        made = [self.convert(part) for part in parts.values()]
+        stacks = [self.convert(part) for part in parts.values()]
         if self.layer is None:
-            stored = {name: torch.empty_like(tensor) for name, tensor in by_parameter(made).items()}
+            stored = {
+                name: torch.empty_like(tensor) for name, tensor in by_parameter(stacks).items()
+            }
             self.layer = SimpleNamespace(**stored)
-        copy_stacks(self.layer, made)
+        copy_stacks(self.layer, stacks)
 
 
 def _published(
@@ -271,14 +273,14 @@ def _published(
     prefix = "model.layers.0."
     tensors: list[tuple[str, torch.Tensor]] = []
     for leaf, shape in zip(STACKS, stack_shapes(size), strict=False):
-        made = wire(shape, scheme)
-        tensors += QuantizedStack(f"{prefix}mlp.experts.{leaf}", scheme, shape, made).stacked()
+        sent = wire(shape, scheme)
+        tensors += QuantizedStack(f"{prefix}mlp.experts.{leaf}", scheme, shape, sent).stacked()
     for name, dense in size.block_linears(0).items():
         if ".experts." not in name:
-            made = wire(dense, scheme) | (
+            sent = wire(dense, scheme) | (
                 {"weight_shape": torch.tensor(dense)} if scheme_name == "w4a16" else {}
             )
-            tensors += [(f"{name}.{leaf}", tensor) for leaf, tensor in made.items()]
+            tensors += [(f"{name}.{leaf}", tensor) for leaf, tensor in sent.items()]
     if size.experts:
         tensors.append((f"{prefix}mlp.gate.weight", on_meta(size.experts, size.hidden)))
     norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), size.hidden)

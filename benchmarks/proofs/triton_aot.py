@@ -114,8 +114,8 @@ def compile_kernel(entry: AotKernel, config: AotConfig, target: int) -> Row:
     spilled = 0
     if usage["STACK"] + usage["LOCAL"]:
         arch = f"--gpu-name={sm_arch_from_capability(target)}"
-        said = _tool([get_ptxas(target).path, "-v", arch, "-o", os.devnull], ptx.encode(), ".ptx")
-        spilled = sum(int(stored) for stored in re.findall(r"(\d+) bytes spill stores", said))
+        report = _tool([get_ptxas(target).path, "-v", arch, "-o", os.devnull], ptx.encode(), ".ptx")
+        spilled = sum(int(stored) for stored in re.findall(r"(\d+) bytes spill stores", report))
     return {
         "registers": usage["REG"],
         "spill_bytes": spilled,

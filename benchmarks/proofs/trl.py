@@ -106,14 +106,14 @@ def train(settings: dict[str, Any]) -> Row:
 
 def base_shared(trainer: Any) -> float:
     """Return the share of the base's bytes that are in the memory of the engine of this process."""
-    theirs = {
+    addresses = {
         tensor.untyped_storage().data_ptr() for tensor in trainer.engine.weights.storage().values()
     }
     model = trainer.policy.model
     base: list[Any] = [p for p in model.parameters() if not p.requires_grad and not p.is_meta]
     for layer in low_bit_layers(model).values():
         base += [tensor for tensors in (layer.stored or {}).values() for tensor in tensors.values()]
-    return sum(t.nbytes for t in base if t.untyped_storage().data_ptr() in theirs) / sum(
+    return sum(t.nbytes for t in base if t.untyped_storage().data_ptr() in addresses) / sum(
         t.nbytes for t in base
     )
 
@@ -218,9 +218,9 @@ def learned(rewards: Sequence[float], seconds: float) -> Row:
 def local(seed: int, rollouts: int) -> Row:
     """Make the same run with `qarl train`. Seconds are its median step, since it has no common start."""
     settings = QUIET | {"seed": seed, "optim.lr_scheduler_type": "constant", "data.val_files": []}
-    made = Run.train(f"local-{seed}", ROOT / "runs" / "proofs" / "trl", "quickstart.yaml",
+    finished = Run.train(f"local-{seed}", ROOT / "runs" / "proofs" / "trl", "quickstart.yaml",
                      settings | {"trainer.total_training_steps": rollouts})  # fmt: skip
-    steps = made.steps
+    steps = finished.steps
     seconds = sorted(entry["timing_s/step"] for entry in steps)
     return learned([entry["critic/score/mean"] for entry in steps], seconds[len(seconds) // 2])
 

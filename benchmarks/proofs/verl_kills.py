@@ -235,10 +235,10 @@ def _killed(run: Run, victim: str, moment: str, counter: Path) -> tuple[Row, boo
     if run.process.poll() is not None:
         raise SystemExit(f"the run ended by itself with {run.code}, see {run.log}")
     process, engine = (_child(run, VICTIMS[name]) for name in (victim, "engine"))
-    wanted = {"early": BATCH + 1, "late": BATCH + 1, "after": 2 * BATCH}
+    least = {"early": BATCH + 1, "late": BATCH + 1, "after": 2 * BATCH}
     _wait(
         run,
-        (lambda: run.step != known) if moment == "before" else lambda: rewards() >= wanted[moment],
+        (lambda: run.step != known) if moment == "before" else lambda: rewards() >= least[moment],
     )
     while (
         moment == "late" and run.process.poll() is None
@@ -250,12 +250,17 @@ def _killed(run: Run, victim: str, moment: str, counter: Path) -> tuple[Row, boo
         engine.resume()
         time.sleep(SLICE)
     os.kill(process.pid, signal.SIGKILL)
-    made = rewards()
+    rewarded = rewards()
     if moment == "late" and victim != "engine":
         with contextlib.suppress(psutil.NoSuchProcess):  # Ray may have ended it with its server
             engine.resume()
-    row = {"victim": victim, "moment": moment, "known": known, "rewards_of_the_step": made - BATCH}
-    return row, moment not in ("early", "late") or made < 2 * BATCH
+    row = {
+        "victim": victim,
+        "moment": moment,
+        "known": known,
+        "rewards_of_the_step": rewarded - BATCH,
+    }
+    return row, moment not in ("early", "late") or rewarded < 2 * BATCH
 
 
 def _wait(run: Run, condition: Callable[[], bool]) -> None:

@@ -166,13 +166,13 @@ class LowBitBytes:
     wire        each weight's published tensors, by name
     prepared    the same in the layout of its kernel, or 0 if the kernel reads the published tensors
     transient   each BF16 weight [N, K] that the backward makes and drops, and the largest stack of experts
-    kept        each BF16 weight that the forward makes and the backward multiplies
+    saved        each BF16 weight that the forward makes and the backward multiplies
     """
 
     wire: Mapping[str, int]
     prepared: Mapping[str, int]
     transient: Sequence[int]
-    kept: Sequence[int]
+    saved: Sequence[int]
 
     @classmethod
     def of(
@@ -186,7 +186,7 @@ class LowBitBytes:
         wire: dict[str, int] = {}
         prepared: dict[str, int] = {}
         transient = [0]
-        kept = []
+        saved = []
         for name, shape in quantized.items():
             kernel = kernels.get(shape)
             wire[name] = scheme.wire_bytes(*shape)
@@ -197,8 +197,8 @@ class LowBitBytes:
             elif kernel is not None and kernel.computes_input_gradient:
                 transient.append(dequantized)
             elif kernel is None or not kernel.holds_dequantized:
-                kept.append(dequantized)
-        return cls(wire, prepared, transient, kept)
+                saved.append(dequantized)
+        return cls(wire, prepared, transient, saved)
 
 
 def is_of_expert(name: str) -> bool:
@@ -216,7 +216,7 @@ def low_bit(
     gate_up = (2 * size.experts * size.moe_intermediate, size.hidden)
     each = LowBitBytes.of(scheme, quantized, kernels, UNQUANTIZED.wire_bytes(*gate_up))
     wire = sum(each.wire.values())
-    one_dequantized = max([*each.transient, *each.kept])
+    one_dequantized = max([*each.transient, *each.saved])
     blocks = [quantized.keys() & size.block_linears(i).keys() for i in range(size.layers)]
     restored = 0
     if scheme.packs_codes:
@@ -240,7 +240,7 @@ def low_bit(
             Part("experts of one layer, restored", restored, ("update",)),
             Part("dequantized weight of one layer, BF16", one_dequantized, ("update",)),
         ]
-    dequantized = sum(each.kept) + max(each.transient)
+    dequantized = sum(each.saved) + max(each.transient)
     return [
         Part("low-bit tensors", wire),
         Part("low-bit tensors in the kernels' layout", sum(each.prepared.values())),

@@ -84,8 +84,8 @@ def key_by_key(errors: Iterable[ErrorDetails], known: Iterable[str]) -> Iterator
     A section whose own name has a typing error stays one error, unless another library has its keys."""
     for error in errors:
         leaves = list(_leaves(error)) if error["type"] == "extra_forbidden" else [error]
-        theirs = any(counterpart(key_of(leaf["loc"])) for leaf in leaves)
-        whole = nearest_key(key_of(error["loc"]), known) and not theirs
+        is_of_another = any(counterpart(key_of(leaf["loc"])) for leaf in leaves)
+        whole = nearest_key(key_of(error["loc"]), known) and not is_of_another
         yield from [error] if whole else leaves
 
 

@@ -156,7 +156,7 @@ class Counterpart(NamedTuple):
 
 def _read(table: str) -> dict[str, Counterpart]:
     rows = [line.split(" | ") for line in table.strip().splitlines()]
-    return {theirs: Counterpart(ours, sentence) for theirs, ours, sentence in rows}
+    return {other: Counterpart(ours, sentence) for other, ours, sentence in rows}
 
 
 _VERL = _read(VERL)

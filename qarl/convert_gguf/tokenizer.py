@@ -123,13 +123,13 @@ def correct_special_tokens(tokenizer: Any, file: GGUFFile) -> tuple[list[int], l
         changes.append(
             f"a response ends with {turn_end}, as in the chat template, or with {named['eos']}, as in the metadata"
         )
-    wanted = named | {"eos": turn_end or named["eos"]}
-    wanted["pad"] = wanted["pad"] or wanted["eos"]
+    tokens = named | {"eos": turn_end or named["eos"]}
+    tokens["pad"] = tokens["pad"] or tokens["eos"]
     sources = {
         "eos": "the chat template's" if turn_end else "the metadata's",
         "pad": "the metadata's" if named["pad"] else "the end token, because the file names none",
     }
-    for kind, token in wanted.items():
+    for kind, token in tokens.items():
         attribute = f"{kind}_token"
         before = getattr(tokenizer, attribute)
         if token is None or token == before:
@@ -139,7 +139,7 @@ def correct_special_tokens(tokenizer: Any, file: GGUFFile) -> tuple[list[int], l
         changes.append(
             f"{attribute} is {token} ({source}); transformers' conversion has {before or 'none'}"
         )
-    ends = [wanted["eos"], *([named["eos"]] if named["eos"] else [])]
+    ends = [tokens["eos"], *([named["eos"]] if named["eos"] else [])]
     ids = [tokenizer.convert_tokens_to_ids(token) for token in dict.fromkeys(ends)]
     return ids, changes
 

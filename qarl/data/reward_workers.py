@@ -210,19 +210,19 @@ class Worker:
         self.ended = False
         self.source: str | None = None
         self._spec: str = setup["function"]
-        self._connection, theirs = Pipe()
+        self._connection, far_end = Pipe()
         program = [
             sys.executable,
             "-P",
             reward_process.__file__,
-            str(theirs.fileno()),
+            str(far_end.fileno()),
             str(os.getpid()),
         ]
-        with theirs:
+        with far_end:
             self._process = subprocess.Popen(
                 program,
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[far_end.fileno()],
                 start_new_session=True,  # a group of its own: to end it as a whole, and to keep Ctrl-C away from it
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )

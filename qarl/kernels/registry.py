@@ -182,11 +182,11 @@ def first_available(
     *,
     force: str | None,
     refusal: str,
-    served: str,
+    weights: str,
 ) -> Choice:
     """Return the first of `kernels` for which `unavailable` returns None. `force`: name of the only kernel to try.
 
-    If there is none, raise UserError(`refusal`) with all reasons. `served`: the error's words for the weights.
+    If there is none, raise UserError(`refusal`) with all reasons. `weights`: the error's words for the weights.
     """
     passed_over: list[str] = []
     for kernel in kernels:
@@ -199,7 +199,7 @@ def first_available(
     raise UserError(
         refusal,
         why="; ".join(passed_over)
-        or f"kernels for {served}: {', '.join(kernel.name for kernel in kernels)}",
+        or f"kernels for {weights}: {', '.join(kernel.name for kernel in kernels)}",
         fix="choose another kernel" if force else "choose another quant.scheme or device",
     )
 
@@ -226,7 +226,7 @@ def choose_linear_kernel(
         lambda kernel: kernel.refusal(scheme, device, shape),
         force=force,
         refusal=f"{action} by {scheme.name} weights {list(shape)} on {device.type}",
-        served=scheme.name,
+        weights=scheme.name,
     )
 
 
@@ -243,5 +243,5 @@ def choose_experts_kernel(
         lambda kernel: kernel.unavailable(scheme, device, shape),
         force=force,
         refusal=f"no kernel serves {scheme.name} experts on {device.type}",
-        served=f"{scheme.name} experts",
+        weights=f"{scheme.name} experts",
     )

@@ -62,7 +62,7 @@ class Display:
         self._phases: list[Phase] = []
         self._lock = threading.RLock()  # a signal's handler may interrupt its own thread
         self._ended = threading.Event()
-        self._said = 0.0
+        self._wrote_at = 0.0
         self._drawn = False
         self._restore: Callable[[], None] = _nothing
 
@@ -93,7 +93,7 @@ class Display:
             self._phases.append(phase)
             if len(self._phases) > 1 or not self.enabled:
                 return
-            self._said = self.clock()
+            self._wrote_at = self.clock()
             self._ended = threading.Event()
             if self.is_live():
                 self._restore = clear_before_records(self.clear)
@@ -113,7 +113,7 @@ class Display:
 
     def clear(self) -> None:
         """Erase the live line. Call this before anything else is printed."""
-        self._said = self.clock()
+        self._wrote_at = self.clock()
         if self._drawn:
             with self._lock:
                 self._erase()
@@ -128,14 +128,14 @@ class Display:
             if not self._phases or not self.enabled:
                 return
             self._phases[-1].measure()
-            silence = self.clock() - self._said
+            silence = self.clock() - self._wrote_at
             if self.is_live():
                 if silence >= QUIET_SECONDS:
                     self._draw()
             elif silence >= LINE_SECONDS:
                 self._erase()
                 self._write(self.line(None) + "\n")
-                self._said = self.clock()
+                self._wrote_at = self.clock()
 
     def line(self, width: int | None) -> str:
         """Return the line about the open phases, in at most `width` columns."""

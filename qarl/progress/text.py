@@ -79,17 +79,17 @@ def line(names: Sequence[str], elapsed: float, figures: Sequence[str], width: in
     `names`: those of the open phases, the outermost first. `elapsed`: seconds of the innermost. `figures`: its own. If
     there are too many columns, the outer names are cut first, then the end."""
     *outer, inner = names
-    said = f"{inner} ({duration(elapsed)})"
+    text = f"{inner} ({duration(elapsed)})"
     if figures:
-        said += f": {', '.join(figures)}"
+        text += f": {', '.join(figures)}"
     around = ", ".join(outer)
-    whole = f"{around}, {said}" if around else said
+    whole = f"{around}, {text}" if around else text
     if width is None or len(whole) <= width:
         return whole
-    room = width - len(said) - len(", ")
+    room = width - len(text) - len(", ")
     if around and room >= LEAST_NAME:
-        return f"{cut(around, room)}, {said}"
-    return cut(said, width)
+        return f"{cut(around, room)}, {text}"
+    return cut(text, width)
 
 
 def cut(text: str, width: int) -> str:

@@ -55,8 +55,8 @@ def check_names(kind: type, given: Iterable[str], other_names: Mapping[str, str]
 def _advice(name: str, known: Iterable[str], other_names: Mapping[str, str]) -> str:
     if name in GONE:
         return f"{name}: {GONE[name]}"
-    theirs = counterpart(name)
-    guess = other_names.get(name) or (other_names.get(theirs.key) if theirs else None)
+    equivalent = counterpart(name)
+    guess = other_names.get(name) or (other_names.get(equivalent.key) if equivalent else None)
     guess = guess or nearest(name, known) or nearest(name, other_names)
     guess = other_names.get(guess or "", guess)
     if guess is None:

@@ -105,9 +105,9 @@ def _defaults() -> dict[str, Any]:
     """Return verl's default config and the keys of QaRL's groups, merged. Values that are not mappings do not count."""
     import verl
 
-    theirs = Path(str(verl.__file__)).parent / "trainer" / "config"
+    folder = Path(str(verl.__file__)).parent / "trainer" / "config"
     files = [
-        *(theirs / name for name in DEFAULTS),
+        *(folder / name for name in DEFAULTS),
         *sorted(Path(__file__).parent.glob("qarl*/*.yaml")),
     ]
     merged: dict[str, Any] = {}

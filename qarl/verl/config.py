@@ -112,15 +112,15 @@ def reward_keys(config: Config) -> Keys:
     )
     root = "reward.custom_reward_function"
     manager = "reward.reward_manager"
-    kept = {}
+    manager_keys = {}
     if config.reward.keep_special_tokens:
-        kept = {
+        manager_keys = {
             f"{manager}.source": "importlib",
             f"{manager}.module.path": f"pkg://{PLUGIN}.reward_manager",
             f"{manager}.name": "KeepSpecialTokens",
         }
     return {
-        **kept,
+        **manager_keys,
         f"{root}.path": f"pkg://{PLUGIN}.reward",
         f"{root}.name": "score",
         f"+{root}.reward_kwargs": {

@@ -40,7 +40,7 @@ from qarl.verl.publication import (
 )
 from qarl.vllm_versions import check_release
 
-_served = ExitStack()
+_contexts = ExitStack()
 """Contexts in which this process's engine is built. They last as long as the process."""
 
 
@@ -117,7 +117,7 @@ def _serve_adapters(vllm_config: Any) -> None:
     use_vllms_loader()  # verl's extension has replaced it by one that calls a method that vLLM no longer has
     quantization = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
     scheme = from_quantization_config(quantization) if quantization else UNQUANTIZED
-    _served.enter_context(servable(_adapter_spec(vllm_config.lora_config), scheme))
+    _contexts.enter_context(servable(_adapter_spec(vllm_config.lora_config), scheme))
 
 
 def _adapter_spec(lora_config: Any) -> AdapterSpec:

@@ -68,12 +68,12 @@ class EngineAdapter:
             for name, stacks in _stacks(model).items()
             if name.rpartition(".")[2] in spec.targets
         }
-        served = {name.rpartition(".")[2] for name in self._stacks}
-        if missing := sorted(set(spec.targets) - served):
+        leaves = {name.rpartition(".")[2] for name in self._stacks}
+        if missing := sorted(set(spec.targets) - leaves):
             raise UserError(
                 f"the rollout engine has no place for an adapter of {', '.join(missing)}",
                 where="lora.target_modules",
-                why=f"vLLM's {type(model).__name__} serves adapters of {', '.join(sorted(served)) or 'no linear'}",
+                why=f"vLLM's {type(model).__name__} serves adapters of {', '.join(sorted(leaves)) or 'no linear'}",
                 fix="remove these targets",
             )
         self.expected: Manifest = {}

@@ -158,11 +158,11 @@ class WeightServer:
 
     def _welcome(self, peer: socket.socket) -> dict[str, Any]:
         """Exchange proofs with a new connection, and return its hello."""
-        mine = secrets.token_hex(16)
+        challenge = secrets.token_hex(16)
         peer.settimeout(_HELLO_SECONDS)
-        _send(peer, {"challenge": mine})
+        _send(peer, {"challenge": challenge})
         hello = _receive_header(peer)
-        challenges = mine, str(hello["challenge"])
+        challenges = challenge, str(hello["challenge"])
         if not _proves(hello, _proof(self.token, "receiver", *challenges)):
             raise TransferFailed("a connection did not prove the token of this run")
         _send(peer, {"proof": _proof(self.token, "sender", *challenges)})
@@ -204,12 +204,12 @@ class WeightClient:
 
     def _introduce(self, token: str, fingerprint: str | None, where: str) -> None:
         """Exchange proofs with the sender."""
-        mine = secrets.token_hex(16)
-        challenges = str(_receive_header(self._socket).get("challenge")), mine
+        challenge = secrets.token_hex(16)
+        challenges = str(_receive_header(self._socket).get("challenge")), challenge
         _send(
             self._socket,
             {
-                "challenge": mine,
+                "challenge": challenge,
                 "proof": _proof(token, "receiver", *challenges),
                 "fingerprint": fingerprint,
             },

@@ -96,8 +96,8 @@ class WeightTarget:
 
     def commit(self, record: Record, digests: dict[str, int]) -> None:
         if self.cache is not None:
-            kept = self.cache.commit(self._version, None if self._is_delta else digests)
-            if kept != record.get("fingerprint"):
+            fingerprint = self.cache.commit(self._version, None if self._is_delta else digests)
+            if fingerprint != record.get("fingerprint"):
                 raise TransferFailed(
                     f"the engine's tensors differ from version {self._version} of the trainer's",
                     why="a tensor that was not sent has different checksums on the two sides",

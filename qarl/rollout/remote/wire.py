@@ -180,8 +180,12 @@ class DeltaSender:
         """Yield the stream of a publish, as `encode_publish` does with `options`.
 
         `receivers`: the fingerprint of each receiver, or None for a receiver without a fingerprint."""
-        mine = self.cache.fingerprint
-        same = mine is not None and bool(receivers) and all(theirs == mine for theirs in receivers)
+        sender = self.cache.fingerprint
+        same = (
+            sender is not None
+            and bool(receivers)
+            and all(receiver == sender for receiver in receivers)
+        )
         self.tally = Tally()
         encoded = encode_publish(
             tensors, version=version, cache=self.cache, is_delta=same, tally=self.tally, **options

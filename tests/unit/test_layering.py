@@ -205,7 +205,7 @@ def test_reading_a_config_needs_nothing_heavy() -> None:
 
 
 def test_sources_stay_short() -> None:
-    folders = ("qarl", "scripts", "benchmarks", "examples")
+    folders = ("qarl", "scripts", "benchmarks", "examples", "tests")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     lines = {
         path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())

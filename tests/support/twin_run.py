@@ -265,7 +265,7 @@ class Recorder:
         return original(batch, old, confirm)
 
     def _loss(self, original: Any, batch: Any, old: Any, rows: Any, new: Tensor, whole: Any) -> Any:
-        numbers = torch.arange(len(batch))[rows].tolist()
+        numbers = [*batch.numbers(rows)]
         forward = Forward(numbers, new.detach().clone(), torch.zeros_like(new))
         new.register_hook(lambda gradient: setattr(forward, "gradient", gradient.clone()))
         loss, statistics = original(batch, old, rows, new, whole)

@@ -4,6 +4,7 @@
 stands between `<!-- plan: NAME -->` and `<!-- /plan -->`.
 
     sizes    a step by scheme, level and size of the model relative to BF16 at `off`, with an H200's measured rates
+    exact    the same at `model` for the kernels that leave only the last bit of δ, with and without the pass
     speed    time of a step by model, scheme and level relative to BF16, beside arXiv 2604.07853 (figures 9b and 11)
     phases   Qwen3-30B-A3B with long responses, by phase
     fits     with adapters, the longest responses that one GPU has room for
@@ -11,14 +12,16 @@ stands between `<!-- plan: NAME -->` and `<!-- /plan -->`.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from bench_table import ROOT, main
 
-from qarl.bench.model import find_model, run_config
+from qarl.bench.model import default_group_size, find_model, run_config
 from qarl.bench.plan.devices import assumed_rates, measured_rates
-from qarl.bench.plan.predict import predict
-from qarl.bench.plan.roofline import PHASES, TERMS
+from qarl.bench.plan.multiplier import Multiplier
+from qarl.bench.plan.predict import memory, predict
+from qarl.bench.plan.roofline import PHASES, TERMS, Roofline, Setup
 from qarl.bench.plan.work import Work
 from qarl.bench.report import markdown_table
 from qarl.checks.memory import estimate
@@ -101,6 +104,68 @@ def sizes() -> str:
         for (scheme, level), cells in rows.items()
     ]
     return markdown_table(heads, lines)
+
+
+class Exact(NamedTuple):
+    """Kernels at which no row depends on the others, by the names of those that were measured. `bounds`: how many times
+    as fast as BF16 a step without the pass should at least be, by model."""
+
+    label: str
+    scheme: str
+    engine: str
+    trainer: str
+    bounds: Mapping[str, float]
+
+
+W4A16_BOUNDS = {"Qwen3-8B": 1.10, "Qwen3-30B-A3B": 1.55}
+EXACT = (
+    Exact("Machete without splits on both sides", "w4a16", "vllm_machete", "vllm_machete", W4A16_BOUNDS),
+    Exact("the same, the trainer by cuBLAS on a BF16 copy", "w4a16", "vllm_machete", "bf16", W4A16_BOUNDS),
+    Exact("CUTLASS", "w8a8", "vllm_cutlass_int8", "vllm_cutlass_int8", {"Qwen3-8B": 1.25}),
+    Exact("CUTLASS, more than 64 rows a call", "fp8", "vllm_cutlass_fp8", "vllm_cutlass_fp8", {"Qwen3-8B": 1.25}),
+)  # fmt: skip
+"""dX is everywhere a BF16 product with dequantized weights."""
+
+
+def exact_ratios(kernels: Exact, model: str) -> tuple[float, float]:
+    """Return BF16's seconds of a step at `off` over those of `kernels` at `model`, without the pass for old log-probs
+    and with it."""
+    rates = measured_rates(RATES)
+    work = Work(
+        model=model, schemes=("bf16",), levels=(Level.OFF,), old_log_probs="recompute", **STEP
+    )
+    (base,) = predict(work, rates)
+    source = find_model(model)
+    scheme = get_scheme(kernels.scheme, default_group_size(source.size))
+    room = memory(work, rates, source.size, scheme.name, Level.MODEL).kv_tokens
+    points = {**rates.product["bf16"], **rates.product[kernels.scheme]}
+    engine, trainer = (
+        Multiplier(scheme, name, points[name]) for name in (kernels.engine, kernels.trainer)
+    )
+    seconds = []
+    for recomputed in (0.0, 1.0):
+        run = Setup(engine, trainer, compiled=False, recomputed=recomputed)
+        step = Roofline(source.size, rates, work, run, room).step()
+        seconds.append(sum(step.seconds.values()))
+    return base["step"] / seconds[0], base["step"] / seconds[1]
+
+
+def exact() -> str:
+    """Return a row for each scheme and its kernels, and a column for each model that has bounds."""
+    lines = []
+    for kernels in EXACT:
+        cells = []
+        for model in W4A16_BOUNDS:
+            without, with_pass = exact_ratios(kernels, model)
+            bound = kernels.bounds.get(model)
+            verdict = (
+                "" if bound is None else f", {'met' if without >= bound else 'missed'}: {bound:.2f}"
+            )
+            served = get_scheme(kernels.scheme).gpu_experts_refusal("") is None
+            known = served or not find_model(model).size.experts
+            cells.append(f"{without:.3f} ({with_pass:.2f}){verdict}" if known else "refused")
+        lines.append([kernels.scheme, kernels.label, *cells])
+    return markdown_table(["scheme", "kernels", *(SIZES[model] for model in W4A16_BOUNDS)], lines)
 
 
 def speed() -> str:
@@ -197,7 +262,7 @@ def _longest(name: str, room: float) -> str:
     return "none"
 
 
-TABLES = {"sizes": sizes, "speed": speed, "phases": phases, "fits": fits}
+TABLES = {"sizes": sizes, "exact": exact, "speed": speed, "phases": phases, "fits": fits}
 
 
 def table(name: str) -> str:

@@ -127,9 +127,13 @@ class GpuClock:
     def _captured(self, call: Call) -> Any:
         """Return a graph that runs `call` `REPEATS` times. What it returns is dropped, so the calls share memory."""
         graph = self._cuda.CUDAGraph()
-        with self._cuda.graph(graph, pool=self._pool):
-            for _ in range(REPEATS):
-                call()
+        stream = self._cuda.current_stream()
+        try:
+            with self._cuda.graph(graph, pool=self._pool):
+                for _ in range(REPEATS):
+                    call()
+        finally:
+            self._cuda.set_stream(stream)  # PyTorch stays on its own stream if a capture fails
         return graph
 
     def _seconds(self, before: Call, timed: Call) -> float:

@@ -42,6 +42,7 @@ class FakeCuda:
         """Bytes of changed lines in the cache."""
         self.capturing: list[Kernel] | None = None
         self.sync_mode = "default"
+        self.stream = "main"
         self.launched: list[str] = []
 
     def get_device_properties(self, device: torch.device) -> Any:
@@ -49,6 +50,12 @@ class FakeCuda:
 
     def graph_pool_handle(self) -> str:
         return "pool"
+
+    def current_stream(self) -> str:
+        return self.stream
+
+    def set_stream(self, stream: str) -> None:
+        self.stream = stream
 
     def set_sync_debug_mode(self, mode: str) -> None:
         self.sync_mode = mode
@@ -87,9 +94,11 @@ class FakeCuda:
     def graph(self, graph: Any, *, pool: str) -> Iterator[None]:
         assert pool == "pool" and self.sync_mode == "default"
         self.capturing = graph.kernels
+        self.stream = "side"
         with _Recorded(self):
             yield
         self.capturing = None
+        self.stream = "main"
 
 
 class _Event:
@@ -182,7 +191,7 @@ def test_a_capture_that_fails_anyway_costs_the_call_only_its_graph() -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
         cuda.launch(Kernel(us=3.0))
 
-    assert seconds_of(cuda, refused)[0] == "stream"
+    assert seconds_of(cuda, refused)[0] == "stream" and cuda.stream == "main"
 
 
 def test_between_two_events_only_graphs_are_launched() -> None:

@@ -118,7 +118,7 @@ def check_operands(config: Config) -> None:
 
 def check_kernels(config: Config, machine: Machine) -> None:
     """Raise UserError if `quant.kernels` asks for kernels that do not run on `machine`."""
-    scheme = get_scheme(config.quant.scheme)
+    scheme = get_scheme(config.quant.scheme, config.quant.group_size)
     kernels = config.quant.kernels
     device = machine.device
     if kernels.by_engine:
@@ -134,7 +134,7 @@ def check_kernels(config: Config, machine: Machine) -> None:
         )
     kind = torch.device(device)
     why_not = {
-        kernel.name: kernel.unavailable(kind, _LAYER)
+        kernel.name: kernel.refusal(scheme, kind, _LAYER)
         for kernel in kernels_of(kernels, scheme.operands)
     }
     if None not in why_not.values():

@@ -39,6 +39,8 @@ class QuantConfig(Section):
     kernels: Annotated[KernelChoice, ByName()] = KernelChoice.ENGINE
     """Which linear kernels the rollouts and the trainer run. `engine`: vLLM's own. `qarl`: QaRL's batch-invariant
     kernels on both sides. On a GPU these are for w4a16, w8a8 and fp8, and on a CPU for w4a8, which vLLM cannot compute.
+    `machete`: for w4a16 in groups of 64 or 128 on an H100 or H200, vLLM's Machete without split sums on both sides; no
+    GPU has run it yet.
     `dequantized`: for w4a16 on a CPU, dequantize the weights after each publish and multiply in BF16 on both sides.
     This is for debugging and for small machines, and is no low-bit rollout. Only `engine` supports backend=verl and
     mixtures of experts (docs/understand/alignment.md)."""

@@ -31,6 +31,7 @@ from qarl.kernels.cpu.vllm_linears import (
     VllmCpuInt8TilesLinear,
     VllmCpuWNA16Linear,
 )
+from qarl.kernels.cuda.machete import MacheteWholeLinear
 from qarl.kernels.cuda.vllm_experts import (
     VllmCutlassExperts,
     VllmMarlinExperts,
@@ -53,6 +54,7 @@ LINEAR_KERNELS: list[type[LinearKernel]] = [
     VllmCpuWNA16Linear,
     VllmMacheteLinear,
     VllmMarlinLinear,
+    MacheteWholeLinear,
     triton.TritonW4A16Linear,
     triton.TritonInvariantW4A16Linear,
     DequantizedW4A16Linear,

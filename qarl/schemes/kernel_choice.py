@@ -2,6 +2,7 @@
 
     engine       trainer and engine run vLLM's own kernels
     qarl         both run QaRL's kernels, whose rows do not depend on each other
+    machete      both run vLLM's Machete for int4 weights, with schedules and rows that never split a sum
     dequantized  both dequantize the weights after each publish, and multiply in BF16
 
 A choice is a text, so configs, metrics and messages show its name. Code asks a choice for its properties, never which
@@ -18,6 +19,7 @@ class KernelChoice(StrEnum):
 
     ENGINE = "engine"
     QARL = "qarl"
+    MACHETE = "machete"
     DEQUANTIZED = "dequantized"
 
     @property
@@ -32,5 +34,5 @@ class KernelChoice(StrEnum):
 
     @property
     def own_low_bit(self) -> bool:
-        """Whether both sides run QaRL's own low-bit kernels, so that the engine needs none for the scheme."""
+        """Whether QaRL gives both sides a low-bit kernel, so that the engine needs none for the scheme."""
         return not self.by_engine and not self.dequantizes

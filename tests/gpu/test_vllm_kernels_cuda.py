@@ -116,3 +116,33 @@ def test_marlins_layout_of_experts_is_that_of_vllms_operators(
         layout[SCALES], marlin_moe_permute_scales(scales, sizes[2], sizes[1], group_size)
     )
     assert all(torch.equal(tensors[name], tensor) for name, tensor in from_marlin(layout).items())
+
+
+@pytest.mark.parametrize(
+    ("n", "k"), [(4096, 4096), (12288, 4096), (4096, 12288), (1536, 8960), (192, 1024)]
+)
+def test_machete_without_splits_gives_a_row_the_same_bits_with_any_number_of_rows(
+    n: int, k: int
+) -> None:
+    """Through a CUDA graph too, which replays the call of its own number of rows."""
+    from qarl.kernels.cuda.machete import MacheteWholeLinear
+    from qarl.quant import get_scheme, quantize
+
+    device = torch.device("cuda", 0)
+    if reason := MacheteWholeLinear.unavailable(device, (n, k)):
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    weight = (torch.randn(n, k, device=device) / k**0.5).bfloat16()
+    tensors = quantize(weight, get_scheme("w4a16", 128)).tensors
+    prepared = MacheteWholeLinear.prepare(tensors)
+    x = torch.randn(4096, k, device=device).bfloat16()
+    whole = MacheteWholeLinear.linear(x, prepared, None)
+    for rows in (1, 16, 17, 64, 65, 128, 512, 1000):
+        some = x[:rows].clone()
+        assert torch.equal(MacheteWholeLinear.linear(some, prepared, None), whole[:rows]), rows
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = MacheteWholeLinear.linear(some, prepared, None)
+    some.copy_(x[-1000:])
+    graph.replay()
+    assert torch.equal(captured, whole[-1000:])

@@ -65,8 +65,14 @@ CASES = [
     if (model, scheme) != ("experts", "w8a8")  # this vLLM cannot serve them
 ]
 RELOADED = [case for case in CASES if case[0] == "experts"]
-OWN = [("biases", scheme, 128, (9, 0)) for scheme in ("w4a16", "w8a8", "fp8")]
-"""With `quant.kernels=qarl`: QaRL's own kernels in vLLM's layers."""
+OWN = [
+    *(
+        ("biases", scheme, 128, (9, 0), KernelChoice.QARL, True)
+        for scheme in ("w4a16", "w8a8", "fp8")
+    ),
+    *(("biases", "w4a16", group, (9, 0), KernelChoice.MACHETE, True) for group in (64, 128)),
+]
+"""With `quant.kernels`: QaRL's kernels in vLLM's layers."""
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +125,7 @@ def publish(receiver: StreamReceiver, tensors: dict[str, torch.Tensor], version:
     [
         *((*case, KernelChoice.ENGINE, True) for case in CASES),
         *((*case, KernelChoice.ENGINE, False) for case in RELOADED),
-        *((*case, KernelChoice.QARL, True) for case in OWN),
+        *OWN,
     ],
     ids=str,
 )

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,3 +135,5 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
     monkeypatch.setattr(platform, "capability", capability)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    properties = SimpleNamespace(multi_processor_count=COMPUTE_UNITS[capability])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)

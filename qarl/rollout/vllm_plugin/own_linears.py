@@ -113,16 +113,18 @@ class _Own:
         return True, None
 
     @staticmethod
-    def why_not(format: str, shape: tuple[int, int]) -> str | None:
+    def why_not(format: str, shape: tuple[int, int], group_size: int = 128) -> str | None:
         """Return why QaRL's kernel does not multiply a weight [N, K] in this engine, or None if it does. `format`:
-        compressed-tensors' name for the layout of the weights that the class takes."""
+        compressed-tensors' name for the layout of the weights that the class takes. `group_size` is for schemes that
+        have groups."""
         request = requested()
         if request is None:
             return "quant.kernels=engine"
         if get_scheme(request.scheme).format != format:
             return f"the scheme is {request.scheme}"
         device = torch.device(current_platform.device_type)
-        return _asked_kernel(request).unavailable(device, shape)
+        scheme = get_scheme(request.scheme, group_size)
+        return _asked_kernel(request).refusal(scheme, device, shape)
 
     @property
     def own(self) -> Any:
@@ -157,7 +159,7 @@ class QaRLInt4LinearKernel(_Own, MPLinearKernel):
             or c.has_g_idx
         ):
             return False, "only symmetric int4 weights with BF16 inputs are supported"
-        why_not = cls.why_not("pack-quantized", c.partition_weight_shape[::-1])
+        why_not = cls.why_not("pack-quantized", c.partition_weight_shape[::-1], c.group_size)
         return why_not is None, why_not
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

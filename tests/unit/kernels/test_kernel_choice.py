@@ -51,5 +51,6 @@ def test_the_answers() -> None:
     assert answers == {
         "engine": (True, False, False),
         "qarl": (False, True, False),
+        "machete": (False, True, False),
         "dequantized": (False, False, True),
     }

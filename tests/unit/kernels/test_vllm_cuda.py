@@ -6,6 +6,7 @@ On a GPU tests/gpu runs them.
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from qarl.kernels.cuda import vllm_linears as vllm_cuda
 from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel
 from qarl.process import configure_vllm_process
 from qarl.schemes import get_scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 configure_vllm_process()
 MOE = "vllm.model_executor.layers.fused_moe"
@@ -124,6 +126,38 @@ def test_what_vllm_disables_is_not_chosen(
     assert choice.kernel.name == "vllm_marlin"
     assert choice.passed_over[-1] == "vllm_machete: here vLLM itself runs MarlinLinearKernel"
     assert "VLLM_DISABLED_KERNELS" in (vllm_cuda.VllmCutlassFP8Linear.unavailable(GPU, BIG) or "")
+
+
+@pytest.mark.parametrize(
+    ("capability", "processors", "shape", "group_size", "words"),
+    [
+        ((9, 0), 132, (192, 1536), 64, None),
+        ((9, 0), 132, BIG, 32, "supports group sizes 64, 128, not 32"),
+        ((9, 0), 132, (2048, 1440), 64, "needs K in multiples of 64"),
+        ((9, 0), 114, BIG, 128, r"for 132 multiprocessors \(H100 SXM, H200\), not 114"),
+        ((8, 0), 108, BIG, 128, "needs compute capability 9.0"),
+        ((10, 0), 148, BIG, 128, "runs on compute capability 9.0 alone"),
+    ],
+)
+def test_machete_without_splits_is_for_one_kind_of_gpu(
+    pretend_cuda: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    processors: int,
+    shape: tuple[int, int],
+    group_size: int,
+    words: str | None,
+) -> None:
+    pretend_cuda(*capability)
+    properties = SimpleNamespace(multi_processor_count=processors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    scheme = get_scheme("w4a16", group_size)
+    if words is None:
+        choice = choose_linear_kernel(scheme, GPU, shape, kernels=KernelChoice.MACHETE)
+        assert choice.kernel.name == "machete_whole" and choice.passed_over == ()
+        return
+    with pytest.raises(UserError, match=words):
+        choose_linear_kernel(scheme, GPU, shape, kernels=KernelChoice.MACHETE)
 
 
 def test_groups_that_vllm_cannot_multiply_go_to_others(pretend_cuda: Any) -> None:

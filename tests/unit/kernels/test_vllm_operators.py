@@ -19,7 +19,8 @@ from expert_cases import make, stacked
 from kernels_by_scheme import linear_kernels
 
 from qarl.kernels.base import ExpertsShape
-from qarl.kernels.cuda import vllm_experts, vllm_linears
+from qarl.kernels.cuda import machete, vllm_experts, vllm_linears
+from qarl.kernels.cuda.machete_schedules import plan
 from qarl.kernels.int4 import unpack_int4
 from qarl.kernels.reference import quantize_fp8, quantize_int8
 from qarl.process import configure_vllm_process
@@ -40,14 +41,24 @@ def unpermuted(row: torch.Tensor, one_group: bool) -> torch.Tensor:
     return row.reshape(-1, len(inverse))[:, inverse].reshape(row.shape).double()
 
 
+machete_calls: list[tuple[str | None, int]] = []
+"""Schedule and rows of each call of Machete in a test."""
+
+
 def machete_mm(
-    a: Any, b_q: Any, b_type: Any, b_group_scales: Any, b_group_size: int
+    a: Any,
+    b_q: Any,
+    b_type: Any,
+    b_group_scales: Any,
+    b_group_size: int,
+    schedule: str | None = None,
 ) -> torch.Tensor:
     assert (
         a.is_contiguous()
         and b_group_scales.is_contiguous()
         and (b_type.size_bits, b_type.bias) == (4, 8)
     )
+    machete_calls.append((schedule, len(a)))
     return (
         a.double() @ (codes(b_q) * b_group_scales.double().repeat_interleave(b_group_size, 0))
     ).bfloat16()
@@ -101,6 +112,8 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> None:
     ("kernel", "scheme", "group_size"),
     [
         (vllm_linears.VllmMacheteLinear, "w4a16", 64),
+        (machete.MacheteWholeLinear, "w4a16", 64),
+        (machete.MacheteWholeLinear, "w4a16", 128),
         (vllm_linears.VllmMarlinLinear, "w4a16", 32),
         (vllm_linears.VllmMarlinLinear, "w4a16", 128),
         (vllm_linears.VllmCutlassInt8Linear, "w8a8", None),
@@ -119,6 +132,26 @@ def test_linears(kernel: Any, scheme: str, group_size: int, bias: bool) -> None:
             y = kernel.linear(x, kernel.prepare(tensors), added)
             expected = reference.linear(x.contiguous(), reference.prepare(tensors), added)
             torch.testing.assert_close(y, expected, rtol=2**-6, atol=0.1)
+
+
+def test_machete_is_called_with_the_rows_and_the_schedule_of_the_plan() -> None:
+    """Weights with 192 rows are padded to 256, and 3 rows of activations to those that keep sums of K = 640 whole."""
+    torch.manual_seed(0)
+    tensors = quantize(torch.randn(192, 640).bfloat16(), get_scheme("w4a16", 128)).tensors
+    prepared = machete.MacheteWholeLinear.prepare(tensors)
+    assert prepared.weight.shape == (640 // 8, 256) and prepared.scale.shape == (5, 192)
+    reference = linear_kernels("w4a16")[-1]
+    x = torch.randn(3, 640).bfloat16()
+    machete_calls.clear()
+    y = machete.MacheteWholeLinear.linear(x, prepared, None)
+    assert machete_calls == [plan(256, 640, 3)] and machete_calls[0][1] >= 528
+    assert y.shape == (3, 192) and y.is_contiguous()
+    torch.testing.assert_close(
+        y, reference.linear(x, reference.prepare(tensors), None), rtol=2**-6, atol=0.1
+    )
+    bias = torch.randn(192).bfloat16()
+    biased = machete.MacheteWholeLinear.linear(x, prepared, bias)
+    assert torch.equal(biased, y + bias), "vLLM adds the bias to the rounded product"
 
 
 @pytest.mark.parametrize(

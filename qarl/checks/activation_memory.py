@@ -6,10 +6,10 @@ T is the number of tokens of a micro-batch at full length, V the vocabulary and 
                   block, and everything of one block.
     expert_rows   The rows of the T k pairs of token and expert (H, and I or 2I numbers each) that the backward of one
                   layer's experts holds at its peak. QaRL's own backward saves no row and computes them again.
-    logits        T * V logits. The pass for old log-probs needs 10 bytes per logit (8 with verl, which also computes
-                  entropies), for at most `LOGITS_AT_A_TIME` logits. The update needs 14 bytes per logit. If there are
-                  more than `LOGITS_AT_A_TIME`, the update needs 18 bytes for each of `LOGITS_AT_A_TIME` logits, and 4
-                  bytes for each weight of lm_head, unless adapters leave it frozen.
+    logits        T * V logits. The pass for old log-probs needs 2 bytes per logit, for at most `LOGITS_AT_A_TIME`
+                  logits. The update needs 4 bytes per logit. If there are more than `LOGITS_AT_A_TIME`, the update
+                  needs 6 bytes for each of `LOGITS_AT_A_TIME` logits, and 4 bytes for each weight of lm_head, unless
+                  adapters leave it frozen. Both also need 12 bytes for at most `LOGITS_IN_FP32` logits.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 LOGITS_AT_A_TIME = 2**27
 """The largest number of logits that `qarl.kernels.log_probs` holds at once."""
+LOGITS_IN_FP32 = 2**23
+"""The largest number of these that are in FP32 at a time. On a CPU there are fewer."""
 
 
 def activations(
@@ -100,11 +102,21 @@ def logits(size: ModelSize, config: Config) -> list[Part]:
         length = data.max_prompt_length + data.max_response_length
         tokens = [count // length * data.max_response_length for count in tokens]
     forward, backward = (count * size.vocab for count in tokens)
-    update = 14 * backward
+    if not of_responses:  # computed by verl's own steps, in FP32
+        return [
+            Part("logits, log-probs", 8 * forward, ("old_log_prob",)),
+            Part("logits, update", 14 * backward, ("update",)),
+        ]
+    update = 4 * backward
     if backward > LOGITS_AT_A_TIME:
-        update = 18 * LOGITS_AT_A_TIME + (0 if config.lora.r else 4 * size.vocab * size.hidden)
-    each = 8 if config.backend == "verl" else 10
+        update = 6 * LOGITS_AT_A_TIME + (0 if config.lora.r else 4 * size.vocab * size.hidden)
+    log_probs = 2 * min(forward, LOGITS_AT_A_TIME)
     return [
-        Part("logits, log-probs", each * min(forward, LOGITS_AT_A_TIME), ("old_log_prob",)),
-        Part("logits, update", update, ("update",)),
+        Part("logits, log-probs", log_probs + _in_fp32(forward), ("old_log_prob",)),
+        Part("logits, update", update + _in_fp32(backward), ("update",)),
     ]
+
+
+def _in_fp32(logits: int) -> int:
+    """Return the bytes of the FP32 numbers of a part of `logits` logits."""
+    return 12 * min(logits, LOGITS_IN_FP32)

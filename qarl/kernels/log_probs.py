@@ -16,9 +16,15 @@ a row does not depend on other rows (with AMX that of `qarl.kernels.cpu.bf16_lin
 PyTorch's from 17 rows on). Only the gradient of `weight` can differ in the last BF16 bit. It is summed over blocks in
 FP32 and rounded once. A policy's forward returns `WholeLogits` or `LogitsInBlocks`.
 
-Memory beyond inputs and outputs: 10 bytes for each logit of a block (`LOGITS_AT_A_TIME` of them) in the forward, and 18
-in the backward (with a single block 14; entropies need 8). If there are several blocks, a gradient of `weight` needs 4
-more bytes per weight. `log_probs_of_logits` needs 10 and 12 bytes for every logit.
+FP32 numbers exist only for a part of the rows at a time (`rows_in_fp32`). On a CPU a part stays in a core's cache.
+Autograd's own backward of these steps would write and read each FP32 tensor in memory five times, which in a new
+process also means page faults: with 49,152 words it took a tenth of an update. The backward here is
+
+    dlogits = (1[token] - softmax(fp32(logits) / temperature)) * dy / temperature, rounded once to the logits' dtype
+
+Memory beyond inputs and outputs: 2 bytes for each logit of a block (`LOGITS_AT_A_TIME` of them) in the forward, and 4
+in the backward, for BF16 logits, and 12 for each of the `LOGITS_IN_FP32` of a part. If there are several blocks, a
+gradient of `weight` needs 4 more bytes per weight.
 
 Existing functions do not fit (Liger-Kernel at ead96b6, verl 0.9.1):
 
@@ -45,6 +51,7 @@ A mask has one bit per entry of the vocabulary: `packed_width(V)` bytes per resp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +62,13 @@ from torch.autograd.function import once_differentiable
 from qarl.kernels.cpu.bf16_linear import product_with
 
 LOGITS_AT_A_TIME = 2**27
-"""Number of logits in a block. The backward of a block needs 2.3 GiB for them."""
+"""Number of logits in a block. The backward of a block needs 0.8 GiB for them."""
 NO_LOGIT = -1e30
 """The logit of what is no token. Its probability is exactly 0. With -inf the entropy would be NaN."""
+LOGITS_IN_FP32 = 2**23
+"""Largest number of logits in FP32 at a time. On a CPU there are fewer."""
+_LOGITS_IN_CACHE = 2**18
+"""The same for each thread of a CPU: 1 MiB, about a core's second-level cache."""
 _ROW_MULTIPLE = 64  # blocks of whole tiles
 _WEIGHT_ROWS = 16384  # rows of the weight's gradient that are computed at a time
 
@@ -111,16 +122,15 @@ def log_probs_and_entropies(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probs of `chosen_log_probs`, bit for bit, and the entropies in nats, FP32 [T], without gradients.
 
-    Needs 8 bytes for each logit of a block.
+    Needs 2 bytes for each BF16 logit of a block, and 12 for each of a part.
     """
     log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
     entropies = torch.empty_like(log_probs)
     multiply = product_with(weight)
     for block in _blocks(len(hidden), rows or rows_at_a_time(weight.shape[0])):
-        every = (within(multiply(hidden[block]), vocabulary).float() / temperature).log_softmax(-1)
-        log_probs[block] = every.gather(1, tokens[block, None])[:, 0]
-        entropies[block] = every.exp().mul_(every).sum(-1).neg_()
-        del every  # the next block needs its memory
+        log_probs[block], entropies[block] = _with_entropies(
+            within(multiply(hidden[block]), vocabulary), tokens[block], temperature
+        )
     return log_probs, entropies
 
 
@@ -139,10 +149,10 @@ def log_probs_of_logits(
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do the same as `chosen_log_probs`, from logits [T, V] of any float dtype."""
-    scaled = logits.float() / temperature
-    if mask is not None:
-        scaled = scaled.masked_fill(~unpack(mask, scaled.shape[1]), -torch.inf)
-    return scaled.log_softmax(-1).gather(1, tokens[:, None])[:, 0], scaled.argmax(-1)
+    chosen: tuple[torch.Tensor, torch.Tensor] = _LogProbsOfLogits.apply(
+        logits, tokens, temperature, mask
+    )
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -263,6 +273,105 @@ def packed_sampling_mask(
     return pack(mask), outside
 
 
+class _LogProbsOfLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        temperature: float,
+        mask: torch.Tensor | None,
+    ) -> Any:
+        ctx.save_for_backward(logits, tokens)
+        ctx.temperature = temperature
+        ctx.mask = mask
+        log_probs, top = _log_probs(logits, tokens, temperature, mask)
+        ctx.mark_non_differentiable(top)
+        return log_probs, top
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, tokens = ctx.saved_tensors
+        grad = _logit_gradient(logits, tokens, ctx.temperature, ctx.mask, grad_outputs[0])
+        return grad, None, None, None
+
+
+def _log_probs(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probs and the likeliest tokens of `log_probs_of_logits`, without autograd."""
+    log_probs = logits.new_empty(len(logits), dtype=torch.float32)
+    top = torch.empty_like(tokens)
+    for part, chosen, sampled_from, log_prob, likeliest in _parts(
+        logits, tokens, mask, log_probs, top
+    ):
+        scaled = _scaled(part, temperature, sampled_from)
+        log_prob.copy_(scaled.log_softmax(-1).gather(1, chosen[:, None])[:, 0])
+        likeliest.copy_(scaled.argmax(-1))
+    return log_probs, top
+
+
+def _with_entropies(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probs of `tokens` and the entropies, FP32 [T], from logits [T, V]."""
+    log_probs = logits.new_empty(len(logits), dtype=torch.float32)
+    entropies = torch.empty_like(log_probs)
+    for part, chosen, log_prob, entropy in _parts(logits, tokens, log_probs, entropies):
+        every = _scaled(part, temperature).log_softmax(-1)
+        log_prob.copy_(every.gather(1, chosen[:, None])[:, 0])
+        entropy.copy_(every.exp().mul_(every).sum(-1).neg_())
+    return log_probs, entropies
+
+
+def _logit_gradient(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    temperature: float,
+    mask: torch.Tensor | None,
+    grad_output: torch.Tensor,
+) -> torch.Tensor:
+    """Return the gradient of `logits` [T, V], in their dtype, from that of the log-probs, FP32 [T]."""
+    gradient = torch.empty_like(logits)
+    of_scaled = (grad_output / temperature)[:, None]
+    for part, chosen, sampled_from, grad, result in _parts(
+        logits, tokens, mask, of_scaled, gradient
+    ):
+        probabilities = _scaled(part, temperature, sampled_from).softmax(-1)
+        probabilities.mul_(-grad).scatter_add_(1, chosen[:, None], grad)
+        result.copy_(probabilities)
+    return gradient
+
+
+def _scaled(
+    logits: torch.Tensor, temperature: float, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return FP32 logits / temperature, and -inf for tokens that a packed `mask` leaves out."""
+    scaled = logits.float()
+    if temperature != 1.0:
+        scaled = scaled / temperature
+    if mask is None:
+        return scaled
+    return scaled.masked_fill(~unpack(mask, scaled.shape[1]), -torch.inf)
+
+
+def rows_in_fp32(logits: torch.Tensor) -> int:
+    """Return the number of rows of `logits` [T, V] that are in FP32 at a time, on their device."""
+    limit = LOGITS_IN_FP32
+    if logits.device.type == "cpu":
+        limit = min(_LOGITS_IN_CACHE * torch.get_num_threads(), limit)
+    return max(limit // logits.shape[1], 1)
+
+
+def _parts(logits: torch.Tensor, *others: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Yield `logits` and `others`, which have as many rows or are None, for `rows_in_fp32` rows at a time."""
+    rows = rows_in_fp32(logits)
+    for start in range(0, len(logits), rows):
+        part = slice(start, start + rows)
+        yield tuple(None if tensor is None else tensor[part] for tensor in (logits, *others))
+
+
 class _ChosenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -285,12 +394,10 @@ class _ChosenLogProbs(torch.autograd.Function):
         multiply = product_with(weight)
         for block in _blocks(len(hidden), rows):
             logits = within(multiply(hidden[block]), vocabulary)
-            log_probs[block], top[block] = log_probs_of_logits(
-                logits,
-                tokens[block],
-                temperature=temperature,
-                mask=None if mask is None else mask[block],
+            log_probs[block], top[block] = _log_probs(
+                logits, tokens[block], temperature, None if mask is None else mask[block]
             )
+            del logits  # the next block needs its memory
         ctx.mark_non_differentiable(top)
         return log_probs, top
 
@@ -309,14 +416,11 @@ class _ChosenLogProbs(torch.autograd.Function):
         grad_weight = None
         multiply = product_with(weight)
         for block in blocks:
-            logits = within(multiply(hidden[block]), ctx.vocabulary).requires_grad_()
+            logits = within(multiply(hidden[block]), ctx.vocabulary)
             mask = None if ctx.mask is None else ctx.mask[block]
-            with torch.enable_grad():
-                log_probs, _ = log_probs_of_logits(
-                    logits, tokens[block], temperature=ctx.temperature, mask=mask
-                )
-            (grad,) = torch.autograd.grad(log_probs, logits, grad_outputs[0][block])
-            del logits, log_probs
+            upstream = grad_outputs[0][block]
+            grad = _logit_gradient(logits, tokens[block], ctx.temperature, mask, upstream)
+            del logits
             if grad_hidden is not None:
                 grad_hidden[block] = grad @ weight
             if total is not None:

@@ -19,7 +19,7 @@ from memory_cases import FAMILIES, SIZES, SMALL, parts, run
 from random_models import save_random_model
 
 from qarl.checks import memory
-from qarl.checks.activation_memory import LOGITS_AT_A_TIME
+from qarl.checks.activation_memory import LOGITS_AT_A_TIME, LOGITS_IN_FP32
 from qarl.checks.check import RunInputs
 from qarl.checks.engine_memory import (
     ENGINE_ASLEEP_BYTES,
@@ -58,9 +58,9 @@ def test_the_local_trainer_by_hand() -> None:
         "dequantized weights for the backward, BF16": 122880,
         # 12 * 64 + 8 (norms), 4 * 128 (q, k, v in FP32), 6 * 64 + 16 (attention), 8 * 16 (rotary), 8 * 96 (MLP) a token
         "activations, log-probs": 4 * 20 * 2584,
-        "logits, log-probs": 4 * 12 * 100 * 10,
+        "logits, log-probs": 4 * 12 * 100 * (2 + 12),
         "activations, update": 2 * 20 * 2 * 2584,
-        "logits, update": 2 * 12 * 100 * 14,
+        "logits, update": 2 * 12 * 100 * (4 + 12),
         "vLLM: weights": wire + 2 * 320 + 2 * 12800 + PACKED,
         "vLLM: KV cache": GIB // 2,
         "vLLM: workspace (allowance)": ENGINE_WORKSPACE_BYTES,
@@ -80,7 +80,7 @@ def test_the_local_trainer_by_hand() -> None:
         + RUNTIME_BYTES
     )
     assert memory.total("rollout") == rollout
-    update = rollout + 298240 + 149120 + 122880 + 206720 + 33600
+    update = rollout + 298240 + 149120 + 122880 + 206720 + 38400
     assert memory.total("update") == update
     assert memory.peak == ("update", update)
 
@@ -259,8 +259,8 @@ def test_sharded_by_hand() -> None:
     assert sharded["gradients of a block and of lm_head, BF16"] == 2 * 30720 + 2 * 6400
     assert sharded["a block's reduce-scatter, FP32"] == 4 * 30720 + 30720
     assert sharded["dequantized weight of one layer, BF16"] == 2 * 96 * 64
-    assert sharded["logits, log-probs"] == 8 * 4 * 12 * 100
-    assert sharded["logits, update"] == 14 * 2 * 12 * 100
+    assert sharded["logits, log-probs"] == (2 + 12) * 4 * 12 * 100
+    assert sharded["logits, update"] == (4 + 12) * 2 * 12 * 100
     capped = replace(SMALL, plain_head=False)  # of prompt and response
     whole = parts(estimate(capped, config, device="cuda", gpu_memory_bytes=8 * GIB))
     assert whole["logits, log-probs"] == 8 * 4 * 20 * 100
@@ -322,19 +322,19 @@ def test_only_the_backward_of_sharded_int4_experts_has_a_second_layout() -> None
 
 @pytest.mark.parametrize("backend", ["local", "verl"])
 def test_many_logits_are_computed_in_blocks(backend: str) -> None:
-    """At 2**27 logits: 10 or 8 bytes for each, and in the update 18 and 4 bytes for each weight of lm_head."""
+    """At 2**27 logits: 2 bytes for each, in the update 6 and 4 bytes for each weight of lm_head, and 12 for each logit
+    in FP32."""
     changes = {
         "backend": backend,
         "data__max_response_length": 2**21,
         "actor__log_prob_micro_batch_size_per_gpu": 2,
     }
     sizes = parts(estimate(SMALL, run(**changes), device="cpu"))
-    assert sizes["logits, log-probs"] == {"local": 10, "verl": 8}[backend] * LOGITS_AT_A_TIME
-    assert sizes["logits, update"] == 18 * LOGITS_AT_A_TIME + 4 * 6400
-    assert (
-        parts(estimate(SMALL, run(**changes, lora__r=8), device="cpu"))["logits, update"]
-        == 18 * LOGITS_AT_A_TIME
-    )
+    in_fp32 = 12 * LOGITS_IN_FP32
+    assert sizes["logits, log-probs"] == 2 * LOGITS_AT_A_TIME + in_fp32
+    assert sizes["logits, update"] == 6 * LOGITS_AT_A_TIME + in_fp32 + 4 * 6400
+    adapters = parts(estimate(SMALL, run(**changes, lora__r=8), device="cpu"))
+    assert adapters["logits, update"] == 6 * LOGITS_AT_A_TIME + in_fp32
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("max", 4096), (str(2**30), 4096), ("3000", 2000)])

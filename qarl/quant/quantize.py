@@ -125,6 +125,14 @@ def has_nonfinite(tensor: Tensor) -> Tensor:
     return largest >= bits.nonfinite
 
 
+def holds_zero(tensor: Tensor) -> bool:
+    """Return whether a contiguous float tensor holds a zero of either sign. The smallest magnitude's bits are read as
+    an integer, as in `has_nonfinite`."""
+    bits = FLOAT_BITS[tensor.dtype]
+    magnitudes = tensor.view(bits.integer) & bits.magnitude_mask
+    return tensor.numel() > 0 and not magnitudes.amin().item()
+
+
 _ROUNDERS = {
     torch.bfloat16: (128.0 + 8, 0x4300),
     torch.float16: (1024.0 + 8, 0x6400),

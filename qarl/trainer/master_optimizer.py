@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qarl.config.optimizers import get_optimizer
+from qarl.quant.quantize import holds_zero
 from qarl.step.updates import is_skipped
 
 if TYPE_CHECKING:
@@ -95,11 +96,29 @@ def lr_scale(training_step: int, optim_config: OptimConfig, total_training_steps
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+_AT_ONCE = 2**18
+"""Elements that `write_back` reads again while they are in a core's cache."""
+
+
 def write_back(parameter: torch.Tensor, master: torch.Tensor) -> None:
     """Round `master` to nearest into `parameter`, but leave elements alone whose value does not change.
 
-    Otherwise a zero update would turn -0.0 into +0.0, and change a digest.
+    Otherwise a zero update would turn -0.0 into +0.0, and change a digest. All other numbers that are equal have the
+    same bits. So on a CPU, where comparing BF16 numbers takes four times as long as rounding them, a part of a weight
+    is compared only if it holds a zero.
     """
+    if parameter.device.type != "cpu" or not parameter.is_contiguous():
+        _keep_equal(parameter, master)
+        return
+    parts = (tensor.reshape(-1).split(_AT_ONCE) for tensor in (parameter, master))
+    for part, rounded in zip(*parts, strict=True):
+        if holds_zero(part):
+            _keep_equal(part, rounded)
+        else:
+            part.copy_(rounded)
+
+
+def _keep_equal(parameter: torch.Tensor, master: torch.Tensor) -> None:
     rounded = master.to(parameter.dtype)
     parameter.copy_(torch.where(rounded == parameter, parameter, rounded))
 

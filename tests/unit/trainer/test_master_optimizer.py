@@ -10,7 +10,8 @@ import torch
 from transformers import get_cosine_schedule_with_warmup
 
 from qarl.config import OptimConfig
-from qarl.trainer.master_optimizer import FIRST, MasterOptimizer, lr_scale
+from qarl.trainer import master_optimizer
+from qarl.trainer.master_optimizer import FIRST, MasterOptimizer, lr_scale, write_back
 
 
 def settings(**keys: Any) -> OptimConfig:
@@ -117,3 +118,34 @@ def test_the_factor_of_an_fp16_loss_is_divided_out_before_the_norm() -> None:
         ours.accumulate()
     assert ours.clip_grad_norm(10.0) == 1.0
     assert ours.gradients["weight"].tolist() == [0.5] * 4
+
+
+ZEROS = torch.tensor([0.0, -0.0, 0.0, -0.0, 1.0, -0.0])
+MASTERS_OF_ZEROS = torch.tensor([-0.0, 0.0, 1.0, -1e-60, 0.0, -0.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("where", ["nowhere", "first part", "last part"])
+def test_write_back_rounds_to_nearest_and_keeps_the_sign_of_a_zero(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, where: str
+) -> None:
+    """Bits of the rounded master, but for a zero that stays one: that has the sign it had."""
+    monkeypatch.setattr(master_optimizer, "_AT_ONCE", 64)
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.randn(11, 13, generator=generator).to(dtype)
+    master = parameter.float() + torch.randn(11, 13, generator=generator) / 512
+    master[3, 4] = torch.nan
+    master[5] = torch.inf
+    start = {"nowhere": None, "first part": 2, "last part": 130}[where]
+    if start is not None:
+        parameter.view(-1)[start : start + 6] = ZEROS.to(dtype)
+        master.view(-1)[start : start + 6] = MASTERS_OF_ZEROS
+    expected = master.to(dtype)
+    both_zero = (expected == 0) & (parameter == 0)
+    expected[both_zero] = parameter[both_zero]
+    assert int(both_zero.sum()) == (0 if start is None else 4)
+    strided = parameter.t().contiguous().t()
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    for written in (parameter, strided):
+        write_back(written, master)
+        assert torch.equal(written.contiguous().view(bits), expected.view(bits))

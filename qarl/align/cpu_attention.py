@@ -10,6 +10,7 @@ key-value cache return FP32. Their gradients are those of unrounded FP32 attenti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -72,6 +73,7 @@ def engine_attention(
     scaling: float,
     dropout: float = 0.0,
     prompt_lengths: torch.Tensor | None = None,
+    later_prefills: Sequence[tuple[tuple[int, int], ...]] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention with vLLM's operator. Shapes are as in `fp32_attention`.
@@ -80,7 +82,8 @@ def engine_attention(
     dropout, which no training has, this calls `fp32_attention`.
 
     `prompt_lengths` [rows] is an extra argument of the model's forward: the number of tokens that the engine prefilled
-    in each row. Without it, tokens are computed as if the engine had decoded all of them.
+    in each row. Without it, tokens are computed as if the engine had decoded all of them. `later_prefills` is another:
+    the parts of each row that it prefilled after a turn of a conversation (`layer_ops.Row`).
     """
     if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
         return fp32_attention(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
@@ -95,9 +98,9 @@ def engine_attention(
     else:
         valid = torch.arange(total) < torch.tensor(lengths)[:, None]
         pack = [tensor[valid] for tensor in tokens]
-    output: torch.Tensor = _EngineAttention.apply(
-        *pack, scaling, tuple(zip(lengths, prompts, strict=True))
-    )
+    later = later_prefills or [()] * len(lengths)
+    rows = tuple(map(layer_ops.Row, lengths, prompts, later))
+    output: torch.Tensor = _EngineAttention.apply(*pack, scaling, rows)
     if len(output) == batch * total:
         return output.unflatten(0, (batch, total)), None
     padded = output.new_zeros(batch, total, *output.shape[1:])
@@ -123,7 +126,7 @@ class _EngineAttention(torch.autograd.Function):
         rows: tuple[layer_ops.Row, ...],
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.scaling, ctx.lengths = scaling, tuple(length for length, _ in rows)
+        ctx.scaling, ctx.lengths = scaling, tuple(row.length for row in rows)
         return layer_ops.causal_attention(query, key, value, scaling, rows)
 
     @staticmethod

@@ -16,6 +16,7 @@ from torch import nn
 
 from qarl.align.applied_level import AppliedLevel, unconfirmed
 from qarl.checks import layers, model_folder
+from qarl.checks.generation import stop_token_ids
 from qarl.checks.inputs_record import Record, record_of
 from qarl.checks.machine import Machine, this_machine
 from qarl.checks.model import applied_level, check_served
@@ -34,6 +35,7 @@ from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape, Kernel
 from qarl.kernels.registry import Choice, choose_experts_kernel, choose_linear_kernel
 from qarl.quant.convert import linear_shapes
+from qarl.rollout.turns import Conversations, conversations_of
 from qarl.schemes import get_scheme
 
 
@@ -190,6 +192,15 @@ class RunInputs:
         reward = find_reward(self.config.reward.function, self.config.reward.workers)
         reward.load()
         return reward
+
+    @cached_property
+    def conversations(self) -> Conversations | None:
+        """What holds conversations, if there is an environment, which is loaded."""
+        config = self.config
+        if config.rollout.environment is None:
+            return None
+        stops = stop_token_ids(config.model.path, self.tokenizer, self.hf_config)
+        return conversations_of(config, self.tokenizer, stops)
 
     @cached_property
     def train_prompts(self) -> PromptDataset:

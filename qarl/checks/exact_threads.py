@@ -27,7 +27,7 @@ def run_threads(config: Config) -> int:
     if chosen or count == 1 or not config.quant.align.follows_engine or not vllm_is_for_cpus():
         return count
     longest = longest_exact_prompt(_head_size(config.model.path))
-    return count if config.data.max_prompt_length <= longest else 1
+    return count if config.longest_prefill <= longest else 1
 
 
 def _head_size(model: str) -> int:

@@ -27,6 +27,7 @@ def exceptions(config: Config, hf_config: Any) -> list[str]:
     found = (
         _of_threads(config, hf_config),
         _of_prefix_cache(config, hf_config),
+        _of_turns(config, hf_config),
         _of_adapters(config, hf_config),
     )
     return [text for text in found if text]
@@ -42,32 +43,49 @@ def caches_prefixes(config: Config, hf_config: Any, *, routing: bool) -> bool | 
     if routing:
         return False
     promises_bits = config.quant.align.follows_engine
-    return not promises_bits or config.data.max_prompt_length <= _exact_prompt(hf_config)
+    return not promises_bits or config.longest_prefill <= _exact_prompt(hf_config)
 
 
 def _of_threads(config: Config, hf_config: Any) -> str | None:
     threads = thread_count(config.trainer.num_threads, processes=config.trainer.n_gpus_per_node)
-    longest = config.data.max_prompt_length
+    longest = config.longest_prefill
     exact = _exact_prompt(hf_config)
     if threads == 1 or longest <= exact:
         return None
     return (
         f"quant.align={config.quant.align} is not exact for prompts of more than {exact} tokens "
-        f"(data.max_prompt_length={longest}): with {threads} threads vLLM sums their attention in another order; "
+        f"({_key(config)}={longest}): with {threads} threads vLLM sums their attention in another order; "
         "for δ = 0 set trainer.num_threads=1, or OMP_NUM_THREADS=1"
     )
 
 
 def _of_prefix_cache(config: Config, hf_config: Any) -> str | None:
-    longest = config.data.max_prompt_length
+    longest = config.longest_prefill
     exact = _exact_prompt(hf_config)
     if not config.rollout.enable_prefix_caching or longest <= exact:
         return None
     return (
         f"quant.align={config.quant.align} is not exact for prompts of more than {exact} tokens "
-        f"(data.max_prompt_length={longest}): behind a cached prefix vLLM sums their attention in another order; "
+        f"({_key(config)}={longest}): behind a cached prefix vLLM sums their attention in another order; "
         "for δ = 0 leave out rollout.enable_prefix_caching"
     )
+
+
+def _of_turns(config: Config, hf_config: Any) -> str | None:
+    exact = _exact_prompt(hf_config)
+    if config.rollout.environment is None or config.longest_prefill <= exact:
+        return None
+    return (
+        f"quant.align={config.quant.align} is not exact for turns that begin behind {exact} tokens "
+        f"({_key(config)}={config.longest_prefill}): their prompts are prefilled, and hold what was decoded before"
+    )
+
+
+def _key(config: Config) -> str:
+    """Return what decides the length of the longest prompt."""
+    if config.rollout.environment is None:
+        return "data.max_prompt_length"
+    return "data.max_prompt_length + data.max_response_length - 1, in a later turn"
 
 
 def _exact_prompt(hf_config: Any) -> int:

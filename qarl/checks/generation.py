@@ -92,6 +92,13 @@ def model_eos(path: str, hf_config: Any) -> tuple[str, list[int]]:
         ) from error
 
 
+def stop_token_ids(path: str, tokenizer: Any, hf_config: Any) -> list[int]:
+    """Return the token ids at which vLLM ends a turn: the tokenizer's EOS, and those of the model's config."""
+    _, ends = model_eos(path, hf_config)
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return sorted({*ends, *own})
+
+
 def _ids_of(config: Any) -> list[int]:
     ids = getattr(config, "eos_token_id", None)
     return [] if ids is None else list(ids) if isinstance(ids, list | tuple) else [ids]

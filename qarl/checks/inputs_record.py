@@ -23,7 +23,7 @@ from qarl.align.model_config import DECIDE_NOTHING
 from qarl.checkpoint.model_files import read_file
 from qarl.checkpoint.resumable import tensor_digest
 from qarl.checkpoint.storage import json_safe
-from qarl.checks.generation import model_eos
+from qarl.checks.generation import stop_token_ids
 from qarl.checks.weight_memory import has_reference
 from qarl.config import Config
 from qarl.data.dated_template import undated_digest, written_dates
@@ -75,6 +75,7 @@ def record_of(
         "val": prompts_record(val, tokenizer) if val else None,
         "reward": reward_source(config.reward.function),
         "scorer": scorer_version(config.reward.function),
+        "environment": reward_source(config.rollout.environment or ""),
         "reference": reference,
     }
     return full_record(record)
@@ -89,11 +90,9 @@ def full_record(record: Record) -> Record:
 def model_record(hf_config: Any, tokenizer: Any, path: str) -> Record:
     """Return the part of the record that is about the model in `path`: its config, its tokenizer, and the token ids
     that end a response."""
-    _, ends = model_eos(path, hf_config)
-    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return {
         "model": config_keys(hf_config),
-        "ends": sorted({*ends, *own}),
+        "ends": stop_token_ids(path, tokenizer, hf_config),
         "tokenizer": tokenizer_digests(tokenizer),
         "chat_template": text_digest(
             json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)

@@ -16,7 +16,7 @@ from torch import nn
 
 from qarl.align.applied_level import AppliedLevel
 from qarl.align.rotary import head_size_of
-from qarl.checks import layers, machine, suspect_prompts
+from qarl.checks import environment, layers, machine, suspect_prompts
 from qarl.checks.check import (
     Check,
     Finding,
@@ -41,6 +41,7 @@ from qarl.checks.model import (
 from qarl.checks.model_folder import check_tied, compared_tensors, refuse_no_weights
 from qarl.checks.special_tokens import special_tokens_unseen
 from qarl.config import Config
+from qarl.config.types import TURN_REWARDS
 from qarl.console import note as print_note
 from qarl.console import say
 from qarl.data.dated_template import fixed_date, written_dates
@@ -312,7 +313,7 @@ def _ground_truths(
     """Score ground truths as answers. Only a built-in function is sure to compare answers with them."""
     function = config.reward.function
     limit = config.reward.timeout_s
-    if not config.reward.check_ground_truths:
+    if not config.reward.check_ground_truths or function in TURN_REWARDS:
         return
     end = time.monotonic() + SECONDS
     for key, prompts in (("data.train_files", train_prompts), ("data.val_files", val_prompts)):
@@ -414,6 +415,7 @@ CHECKS = (
     Check("data", "the prompts are the same every day", _date),
     Check("data", "evaluation prompts are new", _val_prompts),
     Check("data", "the reward function scores a row", _reward),
+    *environment.CHECKS,
     Check("data", "ground truths are right answers", _ground_truths),
     Check("data", "the reward sees the special tokens that it names", special_tokens_unseen),
     Check("weights", "the weights are complete", _weights),

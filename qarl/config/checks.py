@@ -19,6 +19,7 @@ from qarl.config.ignored_layers import is_ignored
 from qarl.config.level import Level
 from qarl.config.objectives import get_objective
 from qarl.config.optimizers import get_optimizer
+from qarl.config.types import TURN_REWARDS
 from qarl.config.unused_keys import STEPS, WARMUP, warmup_exceeds
 from qarl.schemes import get_scheme
 from qarl.schemes.kernel_choice import KernelChoice
@@ -381,6 +382,23 @@ def adapters_are_served(v: Values) -> Problems:
             yield bad(v, "lora.target_modules", reason, f"remove {name}")
 
 
+def conversations_have_an_environment(v: Values) -> Problems:
+    key = "rollout.environment"
+    longest = "multi_turn.max_turn_length"
+    if v[key] is None:
+        if v["reward.function"] in TURN_REWARDS:
+            reason = "it is the sum of the rewards of rollout.environment, which is not set"
+            yield bad(v, "reward.function", reason, f"set {key}, or choose another function")
+        return
+    if v["backend"] == "verl":
+        reason = "with backend=verl, conversations are those of verl's agent loops"
+        yield bad(v, key, reason, "set backend=local")
+    limit = v["data.max_response_length"]
+    if v[longest] is not None and v[longest] > limit:
+        reason = f"a whole conversation has data.max_response_length = {limit} tokens"
+        yield bad(v, longest, reason, f"set it to at most {limit}, or to null")
+
+
 _CHECKS: tuple[Callable[[Values], Problems], ...] = (
     averages_over_responses,
     advantages_suit_the_loss,
@@ -402,6 +420,7 @@ _CHECKS: tuple[Callable[[Values], Problems], ...] = (
     fp16_is_unquantized,
     bf16_masters_are_rounded,
     adapters_are_served,
+    conversations_have_an_environment,
 )
 
 

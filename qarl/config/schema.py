@@ -25,11 +25,13 @@ from qarl.config.actor import ActorConfig, AdvEstimator, RolloutCorrectionConfig
 from qarl.config.checks import check
 from qarl.config.errors import ConfigError, Problem
 from qarl.config.lora import LoraConfig
+from qarl.config.multi_turn import MultiTurnConfig
 from qarl.config.optim import OptimConfig
 from qarl.config.quant import QuantConfig
 from qarl.config.read_config import dump
 from qarl.config.types import (
     Dotted,
+    FunctionName,
     PathList,
     PathText,
     RewardName,
@@ -107,8 +109,9 @@ class RewardConfig(Section):
     """How a response is scored."""
 
     function: RewardName = "arithmetic"
-    """`arithmetic`, `math_verify`, `reasoning_gym` (the task's own scorer, for files of `qarl data reasoning_gym`), or
-    your own function: `module:function` or `path/to/file.py:function`."""
+    """`arithmetic`, `math_verify`, `reasoning_gym` (the task's own scorer, for files of `qarl data reasoning_gym`),
+    `environment` (the sum of the rewards of rollout.environment), or your own function: `module:function` or
+    `path/to/file.py:function`."""
 
     timeout_s: Annotated[float | None, Unit("seconds"), Sane(0.01, 3600)] = Field(
         default=60.0, gt=0, le=86_400
@@ -137,6 +140,11 @@ class RolloutConfig(Section):
 
     n: Annotated[int, Unit("responses"), Sane(2, 1024)] = Field(ge=2)
     """Responses per prompt (GRPO's group). At least 2, because an advantage compares responses to the same prompt."""
+
+    environment: FunctionName | None = None
+    """Your function that answers a turn of the model, for conversations of several turns, with or without tools:
+    `module:function` or `path/to/file.py:function` (docs/do/turns.md). null: a response is a single turn. Needs
+    backend=local."""
 
     temperature: Annotated[float, Sane(0.1, 2.0)] = Field(default=1.0, ge=MIN_TEMPERATURE)
     """Sampling temperature in training. vLLM raises lower ones to 0.01. At 0 all responses to a prompt would be
@@ -313,6 +321,7 @@ class Config(Section):
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
     quant: QuantConfig = QuantConfig()
     lora: LoraConfig = LoraConfig()
     actor: ActorConfig
@@ -336,6 +345,15 @@ class Config(Section):
     def run_dir(self) -> Path:
         """The folder of this run: output_dir/name."""
         return Path(self.output_dir) / self.name
+
+    @property
+    def longest_prefill(self) -> int:
+        """Most tokens that the engine prefills at once. With an environment, a later turn's prompt is all of a row but
+        its last token."""
+        data = self.data
+        if self.rollout.environment is None:
+            return data.max_prompt_length
+        return data.max_prompt_length + data.max_response_length - 1
 
     def resolved_yaml(self) -> str:
         """Return every key with its value, including defaults, as YAML. Loading it gives an equal config."""

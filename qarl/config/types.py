@@ -13,7 +13,9 @@ from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, c
 from qarl.config.ignored_layers import REGEX_PREFIX
 from qarl.errors import alternatives
 
-BUILTIN_REWARDS = ("arithmetic", "math_verify", "reasoning_gym")
+BUILTIN_REWARDS = ("arithmetic", "environment", "math_verify", "reasoning_gym")
+TURN_REWARDS = ("environment",)
+"""Those that read the rewards of `rollout.environment`, and no answer."""
 
 
 class Section(BaseModel):
@@ -99,6 +101,15 @@ def reward_name(function: str) -> str:
     raise PydanticCustomError("reward", "neither a built-in reward nor a function", {"fix": fix})
 
 
+def function_name(function: str) -> str:
+    """Return `function`; raise an error if it does not have the form `module:function`."""
+    where, _, name = function.rpartition(":")
+    if where and name.isidentifier():
+        return function
+    fix = "write module:function or path/to/file.py:function"
+    raise PydanticCustomError("function", "it names no function", {"fix": fix})
+
+
 def good_patterns(patterns: list[str]) -> list[str]:
     """Return `patterns`; raise an error if one is not a valid regular expression."""
     for pattern in patterns:
@@ -126,6 +137,7 @@ Patterns = Annotated[
     BeforeValidator(as_list),
     AfterValidator(good_patterns),
 ]
+FunctionName = Annotated[Text, _words("module:function"), AfterValidator(function_name)]
 RewardName = Annotated[Text, _words("name of a function"), AfterValidator(reward_name)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Above = Annotated[float, Field(gt=0, le=1e6)]

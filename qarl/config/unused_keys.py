@@ -16,6 +16,7 @@ from typing import Any, get_args
 from qarl.config import objectives, optimizers
 from qarl.config.actor import WeightLevel
 from qarl.config.errors import Problem, show
+from qarl.config.multi_turn import MultiTurnConfig
 from qarl.config.read_config import COMMAND_LINE
 
 _IS = "rollout_correction.rollout_is"
@@ -94,6 +95,12 @@ RULES = (
     _if("trainer.resume_mode", ("resume_path",), "trainer.resume_from_path"),
     _if("backend", ("verl",), "rollout.val_temperature"),
     Rule("lora.r", bool, "set lora.r", ("lora.alpha", "lora.target_modules")),
+    Rule(
+        "rollout.environment",
+        bool,
+        "set rollout.environment",
+        tuple(f"multi_turn.{name}" for name in MultiTurnConfig.model_fields),
+    ),
 )
 
 

@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from qarl.data.worker_roles import EVERY_RESPONSE
 from qarl.errors import shortened
 
 LONGEST_MESSAGE = 500
 """Characters of an exception's message that are shown."""
-EVERY_RESPONSE = "make it return a score for every response, even an empty or garbled one"
 
 
 class Scored(NamedTuple):
@@ -40,6 +40,10 @@ class Refused(NamedTuple):
     fix: str
 
 
+class Lost(Refused):
+    """The call took too long, or ended its process, so nothing came back."""
+
+
 Outcome = Scored | Refused
 ASYNC = Refused(
     "is async",
@@ -55,14 +59,18 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Outcome:
     try:
         return outcome_of(function(**arguments))
     except BaseException as error:
-        trace = error.__traceback__
-        if isinstance(error, TypeError) and trace is not None and trace.tb_next is None:
-            names = ", ".join(
-                arguments
-            )  # the call itself failed, before the first line of the function
-            fix = f"give it the parameters {names}, or **kwargs"
-            return Refused("raised TypeError", str(error), fix)
-        return raised(error)
+        return lacks_parameters(error, arguments) or raised(error)
+
+
+def lacks_parameters(error: BaseException, arguments: Mapping[str, Any]) -> Refused | None:
+    """Return the refusal of a function that does not take the `arguments`, or None for any other error.
+
+    `error`: caught in the function that made the call."""
+    trace = error.__traceback__
+    if not isinstance(error, TypeError) or trace is None or trace.tb_next is not None:
+        return None
+    fix = f"give it the parameters {', '.join(arguments)}, or **kwargs"
+    return Refused("raised TypeError", str(error), fix)
 
 
 def outcome_of(result: Any) -> Outcome:
@@ -82,7 +90,7 @@ def outcome_of(result: Any) -> Outcome:
         return Scored(float(score))
     more = {key: _plain(value) for key, value in result.items()}
     try:
-        _check_can_travel(more)
+        check_can_travel(more)
     except Exception as error:  # pickle calls the code of the objects
         why = f"the values beside 'score' must be numbers, text, NumPy arrays, or lists and dicts of these ({error})"
         return Refused(f"returned {shortened(result)}", why, "convert them, or leave them out")
@@ -148,7 +156,7 @@ def _plain(value: Any) -> Any:
     return value.float().numpy() if value.is_floating_point() else value.numpy()
 
 
-def _check_can_travel(value: Any) -> None:
+def check_can_travel(value: Any) -> None:
     """Raise an exception unless the trainer's process can read `value`, which does not have the user's classes."""
     _PlainReader(io.BytesIO(pickle.dumps(value))).load()
 

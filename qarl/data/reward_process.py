@@ -1,4 +1,6 @@
-"""The program of a worker process: load one reward function, then score one response after another with it.
+"""The program of a worker process: load one function, then call it for one response after another.
+
+The function is a reward or an environment, as `role` of the first message says (`qarl.data.worker_roles`).
 
 `qarl.data.reward_workers` starts this file as a script, so nothing of the trainer's own `__main__` runs here: neither a
 script without `if __name__ == "__main__"` nor a notebook runs twice. It imports little, to start fast.
@@ -23,6 +25,7 @@ import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -66,11 +69,11 @@ def serve(descriptor: int) -> None:
     os.chdir(setup["folder"])
     sys.path[:] = setup["path"]
     faulthandler.enable()  # a crash inside a C function shows the line of Python that called it
-    loaded, function = load(setup["function"])
+    role = setup["role"]
+    loaded, function = load(setup["function"], role)
     flush()
     connection.send(loaded)
-    from qarl.data.reward_outcomes import call
-
+    call = caller(role)
     process = os.getpid()
     while True:
         try:
@@ -85,8 +88,20 @@ def serve(descriptor: int) -> None:
         connection.send(outcome)
 
 
-def load(spec: str) -> tuple[dict[str, Any], Any]:
+def caller(role: str) -> Callable[..., Any]:
+    """Return what calls a function of this role and returns its outcome."""
+    if role == "reward.function":
+        from qarl.data.reward_outcomes import call
+
+        return call
+    from qarl.data.environment_outcomes import call_environment
+
+    return call_environment
+
+
+def load(spec: str, role: str) -> tuple[dict[str, Any], Any]:
     """Return what to tell the trainer, and the function."""
+    from qarl.data.environment_outcomes import get_environment
     from qarl.data.reward_outcomes import raised
     from qarl.data.rewards import get_reward_fn, name_of
     from qarl.errors import UserError
@@ -97,12 +112,12 @@ def load(spec: str) -> tuple[dict[str, Any], Any]:
     ):  # as for a script, whose neighbours can be imported; last, so that they hide nothing
         sys.path.append(str(Path(source).resolve().parent))
     try:
-        function = get_reward_fn(spec)
+        function = get_reward_fn(spec) if role == "reward.function" else get_environment(spec)
         return {"name": name_of(function), "source": source_digest(function)}, function
     except UserError as error:
         words = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
     except BaseException as error:  # the user's module may raise anything
-        words = {"what": f"cannot load {spec}: it {raised(error).what}", "where": "reward.function"}
+        words = {"what": f"cannot load {spec}: it {raised(error).what}", "where": role}
     return words, None
 
 

@@ -1,4 +1,4 @@
-"""Run a reward function in worker processes, the same way for every backend.
+"""Run a reward function, or an environment, in worker processes, the same way for every backend.
 
 So a function has the same score everywhere, however it catches exceptions or uses alarms, threads and subprocesses: it
 runs in the main thread of a process of its own, its time limit is the end of that process, and what it does to the
@@ -36,7 +36,8 @@ from typing import Any, Protocol
 
 from qarl.console import note
 from qarl.data import reward_process
-from qarl.data.reward_outcomes import EVERY_RESPONSE, Outcome, Refused, outcome_of, raised
+from qarl.data.reward_outcomes import Lost, Outcome, Refused, outcome_of, raised
+from qarl.data.worker_roles import REWARD, Role
 from qarl.errors import UserError
 
 STARTS = 3
@@ -86,14 +87,17 @@ class InProcessReward:
         pass
 
 
-class WorkerReward:
+class WorkerFunction:
     """The function `spec` (as in `reward.function`) in up to `workers` processes, whose working folder is `folder`.
 
-    `submit` and `load` may be called from any thread."""
+    `role`: what it is for. `submit` and `load` may be called from any thread."""
 
-    def __init__(self, spec: str, workers: int = 1, folder: str | None = None) -> None:
+    def __init__(
+        self, spec: str, workers: int = 1, folder: str | None = None, *, role: Role = REWARD
+    ) -> None:
         self.name = spec
-        self._setup = {"function": spec, "folder": folder or os.getcwd()}
+        self.role = role
+        self._setup = {"function": spec, "folder": folder or os.getcwd(), "role": role.key}
         self._count = workers
         self._idle: list[Worker] = []
         self._all: set[Worker] = set()
@@ -111,7 +115,7 @@ class WorkerReward:
             self.stop()
             raise
 
-    def submit(self, arguments: Mapping[str, Any], timeout_s: float | None) -> Future[Outcome]:
+    def submit(self, arguments: Mapping[str, Any], timeout_s: float | None) -> Future[Any]:
         """As in `Reward`. The future raises UserError if the function cannot be loaded."""
         threads = self._executor()
         return threads.submit(self._ask, threads, arguments, timeout_s)
@@ -138,7 +142,7 @@ class WorkerReward:
         try:
             return self._idle.pop()
         except IndexError:
-            worker = Worker(self._setup)
+            worker = Worker(self._setup, self.role)
         self._all.add(worker)
         try:
             self.name = worker.load()
@@ -156,15 +160,15 @@ class WorkerReward:
             self._source = first
         if worker.source != first:
             raise UserError(
-                f"the file of the reward function {self.name} was changed during the run",
-                where="reward.function",
-                why="a worker process that was started later would score by another function than the others",
+                f"the file of {self.role.noun} {self.name} was changed during the run",
+                where=self.role.key,
+                why="a worker process that was started later would call another function than the others",
                 fix="restore the file and repeat the command, or start a new run with the changed function",
             )
 
     def _ask(
         self, threads: ThreadPoolExecutor, arguments: Mapping[str, Any], timeout_s: float | None
-    ) -> Outcome:
+    ) -> Any:
         for _ in range(STARTS):
             if threads is not self._threads:
                 raise CancelledError
@@ -191,6 +195,10 @@ class WorkerReward:
         self._all.discard(worker)
 
 
+class WorkerReward(WorkerFunction):
+    """A reward function in worker processes."""
+
+
 _UNSENDABLE = (pickle.PicklingError, AttributeError, TypeError)
 """What pickle raises, before anything is sent."""
 _PLAIN_DATA = "let ground_truth and extra_info be text, numbers, lists and dicts"
@@ -206,8 +214,9 @@ class Worker:
     """One worker process. `ended`: whether it was ended, or ended itself. `source`: a digest of the file of the
     function that it has loaded, or None."""
 
-    def __init__(self, setup: Mapping[str, Any]) -> None:
+    def __init__(self, setup: Mapping[str, Any], role: Role = REWARD) -> None:
         self.ended = False
+        self.role = role
         self.source: str | None = None
         self._spec: str = setup["function"]
         self._connection, far_end = Pipe()
@@ -235,18 +244,18 @@ class Worker:
         """Wait until the function is loaded. Return its name, or raise UserError."""
         try:
             self._connection.send(self._setup)
-            self._wait(None, lambda: note(f"still loading the reward function {self._spec}"))
+            self._wait(None, lambda: note(f"still loading {self.role.noun} {self._spec}"))
             loaded: dict[str, Any] = self._connection.recv()
         except (EOFError, OSError):
             what = f"loading {self._spec} ended its process"
             fix = "import it in a Python of its own to see the cause"
-            raise UserError(what, where="reward.function", why=self._exit(), fix=fix) from None
+            raise UserError(what, where=self.role.key, why=self._exit(), fix=fix) from None
         if "name" not in loaded:
             raise UserError(**loaded)
         self.source = loaded["source"]
         return str(loaded["name"])
 
-    def ask(self, arguments: Mapping[str, Any], timeout_s: float | None) -> Outcome:
+    def ask(self, arguments: Mapping[str, Any], timeout_s: float | None) -> Any:
         """Return the outcome of a call. If it takes longer than `timeout_s`, or ends the process, end the worker."""
         try:
             self._connection.send(dict(arguments))
@@ -263,15 +272,15 @@ class Worker:
         assert started == reward_process.STARTED
         try:
             if self._wait(timeout_s):
-                outcome: Outcome = self._connection.recv()
-                return outcome
+                return self._connection.recv()
         except (EOFError, OSError):
-            return Refused("ended its process", self._exit(), EVERY_RESPONSE)
+            return Lost("ended its process", self._exit(), self.role.every)
         self.end()
-        return Refused(
-            f"took longer than reward.timeout_s={timeout_s:g} seconds",
-            "a response without a score cannot be used, and a score of 0 would be wrong",
-            "make it faster, let it limit its own time, or raise reward.timeout_s (null means no limit)",
+        limit = self.role.limit
+        return Lost(
+            f"took longer than {limit}={timeout_s:g} seconds",
+            self.role.unanswered,
+            f"make it faster, let it limit its own time, or raise {limit} (null means no limit)",
         )
 
     def _wait(self, seconds: float | None, remind: Callable[[], None] | None = None) -> bool:

@@ -23,8 +23,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from qarl.config.types import TURN_REWARDS
 from qarl.data.answer_forms import as_latex, last_number, number_of_truth, stated_truth, states
 from qarl.data.reward_outcomes import ASYNC
+from qarl.data.worker_roles import REWARD, Role
 from qarl.errors import UserError
 from qarl.side_packages import require
 
@@ -86,8 +88,23 @@ def reasoning_gym(
     return score(solution_str, extra_info)
 
 
+def environment(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float:
+    """Return the sum of the rewards that `rollout.environment` gave to the turns of a conversation."""
+    return float(sum((extra_info or {}).get(TURN_SCORES, ())))
+
+
+def reads_turn_scores(spec: str) -> bool:
+    """Return whether the function may read the rewards of turns. Of the built-in ones only `environment` does."""
+    return spec not in BUILTIN or spec in TURN_REWARDS
+
+
+TURN_SCORES = "turn_scores"
+"""Key of `extra_info`: the rewards that the environment gave in a conversation. verl's agent loops have it, too."""
 BUILTIN: dict[str, RewardFn] = {
     "arithmetic": arithmetic,
+    "environment": environment,
     "math_verify": math_verify,
     "reasoning_gym": reasoning_gym,
 }
@@ -97,7 +114,7 @@ _PACKAGES = {"reasoning_gym": "reasoning_gym"}
 """Built-in functions that need a package which no environment has by itself (`qarl.side_packages`)."""
 _SCORED_BY = {"reasoning_gym": "reasoning-gym", "math_verify": "math-verify"}
 """Built-in functions whose scores are those of a distribution of Python."""
-IN_PROCESS = ("arithmetic",)
+IN_PROCESS = ("arithmetic", "environment")
 """Built-in functions that need no worker process: they depend on their arguments alone, and always end soon."""
 
 
@@ -110,18 +127,27 @@ def get_reward_fn(spec: str) -> RewardFn:
         require(_PACKAGES[spec], needed_for=f"reward.function={spec}")
     if spec in BUILTIN:
         return BUILTIN[spec]
+    fn = load_function(spec, REWARD, f"one of {', '.join(BUILTIN)}, ")
+    if inspect.iscoroutinefunction(fn):
+        what = f"the reward function {name_of(fn)} {ASYNC.what}"
+        raise UserError(what, where=f"{REWARD.key}={spec}", why=ASYNC.why, fix=ASYNC.fix)
+    return fn
+
+
+def load_function(spec: str, role: Role, others: str = "") -> Callable[..., Any]:
+    """Return the function `package.module:function` or `path/to/file.py:function`. `others`: what else may be given.
+
+    Raise UserError if there is no such module, file or function.
+    """
     source, _, name = spec.rpartition(":")
     if not source or not name:
         raise UserError(
-            f"unknown reward function {spec!r}",
-            where="reward.function",
-            fix=f"use one of {', '.join(BUILTIN)}, package.module:function or path/to/file.py:function",
+            f"unknown {role.noun.removeprefix('the ')} {spec!r}",
+            where=role.key,
+            fix=f"use {others}package.module:function or path/to/file.py:function",
         )
-    module = load_module(source)
-    fn: RewardFn | None = getattr(module, name, None)
-    if inspect.iscoroutinefunction(fn):
-        what = f"the reward function {name} {ASYNC.what}"
-        raise UserError(what, where=f"reward.function={spec}", why=ASYNC.why, fix=ASYNC.fix)
+    module = load_module(source, role.key)
+    fn: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(fn):
         functions = [
             key
@@ -130,9 +156,9 @@ def get_reward_fn(spec: str) -> RewardFn:
         ]
         raise UserError(
             f"{source} has no function {name!r}",
-            where=f"reward.function={spec}",
+            where=f"{role.key}={spec}",
             why=f"its functions: {', '.join(functions) or 'none'}",
-            fix=f"write reward.function={source}:NAME with the name of a function",
+            fix=f"write {role.key}={source}:NAME with the name of a function",
         )
     return fn
 

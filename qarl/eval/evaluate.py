@@ -19,8 +19,10 @@ from typing import Any
 from qarl.checkpoint.export import ExportRequest, export
 from qarl.checkpoint.model_files import read_tensors
 from qarl.checkpoint.storage import EXPORT, write_json
+from qarl.checks.generation import stop_token_ids
 from qarl.config.lora import FOLDER
 from qarl.config.schema import RewardConfig
+from qarl.config.types import TURN_REWARDS
 from qarl.console import say, stage
 from qarl.data.ground_truths import judge, refusal
 from qarl.data.prompts import Prompt, load_prompts, prompt_options
@@ -34,6 +36,7 @@ from qarl.eval.scores import Estimate, average, differences, interval, normal
 from qarl.lora.adapter import Adapter, read_adapter
 from qarl.rollout.adapter_spec import AdapterSpec
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
+from qarl.rollout.turns import Conversations, conversations_of, scored_prompts
 from qarl.schemes import UNQUANTIZED, from_quantization_config
 from qarl.schemes.kernel_choice import KernelChoice
 
@@ -124,7 +127,7 @@ def _prompts(request: EvalRequest, settings: Settings, folder: Path) -> list[Pro
 def warn_of_ground_truths(prompts: Sequence[Prompt], settings: Settings) -> None:
     """Print a warning if most ground truths are no right answers, so that every score would be 0."""
     scoring = reward_keys(settings)
-    if not scoring.check_ground_truths:
+    if not scoring.check_ground_truths or settings.reward in TURN_REWARDS:
         return
     reward = find_reward(settings.reward, scoring.workers)
     try:
@@ -147,17 +150,23 @@ def score_model(
     draw = random.Random(f"eval-{request.seed}")
     seeds = [draw.getrandbits(31) for _ in rows]
     adapter = adapter_of(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=request.trust_remote_code)
+    conversations = conversations_in(folder, tokenizer, request, settings)
     with RolloutEngine(engine_of(folder, request, settings, adapter)) as engine:
         engine.publish(read_tensors(folder), version=0)
         if adapter is not None:
             engine.publish_adapter(adapter, version=0)
         sampling = SamplingConfig(settings.max_response_length, temperature=settings.temperature)
-        responses = engine.generate([row.prompt_token_ids for row in rows], sampling, seeds)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=request.trust_remote_code)
+        if conversations is None:
+            responses = engine.generate([row.prompt_token_ids for row in rows], sampling, seeds)
+        else:
+            responses = conversations.hold(engine, rows, sampling, seeds)
+            conversations.environment.stop()
     keep = scoring.keep_special_tokens or request.keep_special_tokens
     texts = response_texts(tokenizer, responses.response_token_ids, keep_special_tokens=keep)
     grouped: dict[str, dict[int, list[float]]] = {}
-    scores = score_responses(reward, rows, texts, timeout_s=scoring.timeout_s)
+    scored = scored_prompts(rows, responses, settings.reward)
+    scores = score_responses(reward, scored, texts, timeout_s=scoring.timeout_s)
     reward.stop()
     for row, score in zip(rows, scores, strict=True):
         scores_of_prompts = grouped.setdefault(row.data_source, {})
@@ -166,6 +175,25 @@ def score_model(
         name: {index: fmean(scores) for index, scores in rows.items()}
         for name, rows in grouped.items()
     }
+
+
+def conversations_in(
+    folder: Path, tokenizer: Any, request: EvalRequest, settings: Settings
+) -> Conversations | None:
+    """Return what holds conversations as the run does, or None if there is no run, or it has no environment."""
+    from transformers import AutoConfig
+
+    config = settings.config
+    if config is None or config.rollout.environment is None:
+        return None
+    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=request.trust_remote_code)
+    conversations = conversations_of(
+        config, tokenizer, stop_token_ids(str(folder), tokenizer, hf_config)
+    )
+    if conversations is not None:
+        limits = replace(conversations.limits, response=settings.max_response_length)
+        conversations.limits = limits
+    return conversations
 
 
 def reward_of(settings: Settings) -> Reward:

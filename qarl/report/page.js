@@ -229,8 +229,9 @@ function status() {
 // One response: its facts, its tokens by δ, and its largest δ in words.
 function response(parent, sample) {
   const facts = [`step ${sample.step}`, sample.reward === null ? null : `reward ${show(sample.reward)}`,
-    `advantage ${show(sample.advantage)}`, `${sample.length} tokens`, sample.finish_reason && `ended by ${sample.finish_reason}`];
-  make(parent, "h3", {}, facts.filter((fact) => fact !== null && fact !== "").join(" · "));
+    `advantage ${show(sample.advantage)}`, `${sample.length} tokens`,
+    sample.turns && `${sample.turns} turns`, sample.finish_reason && `ended by ${sample.finish_reason}`];
+  make(parent, "h3", {}, facts.filter((fact) => fact).join(" · "));
   make(parent, "p", {}, `Prompt: ${sample.prompt}`);
   const box = make(parent, "p", { class: "response", tabindex: "0", "aria-label": "Response, tokens marked by δ" });
   let largest = 0;
@@ -240,7 +241,8 @@ function response(parent, sample) {
     if (!(size <= Math.abs(Number(sample.delta[largest])))) largest = place;
     const strength = size < 1e-4 ? 0 : size < 1e-3 ? 1 : size < 1e-2 ? 2 : size < 1e-1 ? 3 : 4;
     const kind = strength ? `${delta < 0 ? "down" : "up"} s${strength}` : "";
-    make(box, "span", { class: kind, title: `δ = ${show(delta)}` }, token);
+    if (sample.of_model && !sample.of_model[place]) make(box, "span", { class: "context", title: "not of the model" }, token);
+    else make(box, "span", { class: kind, title: `δ = ${show(delta)}` }, token);
   });
   if (sample.tokens.length)
     make(parent, "p", { class: "readout" }, `Largest |δ|: ${show(Number(sample.delta[largest]))} at token ${JSON.stringify(sample.tokens[largest])}`);

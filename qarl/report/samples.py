@@ -7,6 +7,9 @@
 
 A long response keeps its first and last `ENDS` tokens, because repetition and garbled text show at the end. `left_out`
 counts the tokens between them. `reward` and `finish_reason` are null if the backend does not know them.
+
+The response of a conversation also has `turns`, the number of the model's turns, and `of_model`, which is 1 for each
+shown token that the model sampled and 0 for those of the environment, whose δ is 0.
 """
 
 from __future__ import annotations
@@ -65,13 +68,16 @@ def make_sample(
     advantage: float,
     reward: float | None = None,
     finish_reason: str | None = None,
+    turns: Sequence[tuple[int, int]] | None = None,
 ) -> Sample:
-    """Return the line of one response as a dict. `token_ids` and `delta`: one entry per token of the response."""
+    """Return the line of one response as a dict. `token_ids` and `delta`: one entry per token of the response.
+
+    `turns`: the spans of the tokens that the model sampled, in a conversation."""
     length = len(token_ids)
     shown = list(range(length))
     if length > 2 * ENDS:
         shown = shown[:ENDS] + shown[-ENDS:]
-    return {
+    sample: Sample = {
         "step": step,
         "prompt": prompt[-PROMPT_CHARACTERS:],
         "tokens": [decode([token_ids[index]]) for index in shown],
@@ -82,6 +88,11 @@ def make_sample(
         "advantage": _rounded(advantage),
         "finish_reason": finish_reason,
     }
+    if turns is not None:
+        sampled = {index for start, end in turns for index in range(start, end)}
+        sample["turns"] = len(turns)
+        sample["of_model"] = [int(index in sampled) for index in shown]
+    return sample
 
 
 def chosen_samples(
@@ -94,7 +105,7 @@ def chosen_samples(
     **more: Sequence[Any],
 ) -> list[Sample]:
     """Return the samples of the rows that `choose_rows` chooses. `prompts`, `responses`: a tensor of token ids per row.
-    `more`: `reward` and `finish_reason` of `make_sample`, each for all rows, if known."""
+    `more`: `reward`, `finish_reason` and `turns` of `make_sample`, each for all rows, if known."""
     samples = []
     for row in choose_rows(deltas, advantages):
         prompt = decode(prompts[row].tolist())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,14 @@ def sampled_log_probs(completion: Any) -> list[float]:
             f"vLLM returned {len(flat)} log-probs for {len(completion.token_ids)} tokens"
         )
     return [flat.logprobs[start] for start in flat.start_indices]
+
+
+def first_not_finite(log_probs: Sequence[Sequence[float]]) -> int | None:
+    """Return the number of the first response with a log-prob that is NaN or Inf, or None."""
+    for i, values in enumerate(log_probs):
+        if not all(map(math.isfinite, values)):
+            return i
+    return None
 
 
 def top_tokens(completion: Any) -> list[int]:

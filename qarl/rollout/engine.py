@@ -11,7 +11,6 @@ the other requests in the batch, or on whether the run was resumed.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +29,12 @@ from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
 from qarl.rollout import engine_config, open_engines, vllm_plugin
 from qarl.rollout.adapter_spec import servable
 from qarl.rollout.chosen_kernel import own_kernels
-from qarl.rollout.completions import routed_experts, sampled_log_probs, top_tokens
+from qarl.rollout.completions import (
+    first_not_finite,
+    routed_experts,
+    sampled_log_probs,
+    top_tokens,
+)
 from qarl.rollout.engine_config import EngineConfig, SamplingConfig, eager
 from qarl.rollout.kernel_request import kernel_request
 from qarl.rollout.live_counts import LiveCounts
@@ -48,6 +52,7 @@ from qarl.rollout.publish.version import checked_version
 from qarl.rollout.publish.writers import ReloadFailed
 from qarl.rollout.requests import RolloutBatch, check_requests
 from qarl.rollout.seeded_sampling import draw_only_used_noise
+from qarl.rollout.sessions import Run, whole_requests
 from qarl.vllm_versions import (
     check_head_dtype,
     check_release,
@@ -221,8 +226,13 @@ class RolloutEngine:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingConfig,
         seeds: Sequence[int] | None = None,
+        *,
+        max_tokens: Sequence[int] | None = None,
+        run: Run = whole_requests,
     ) -> RolloutBatch:
         """Return one response per prompt. To sample n responses, repeat the prompt n times with n seeds.
+        `max_tokens`: the limit of each response, in the place of that of `sampling`. `run`: what samples
+        (`qarl.rollout.sessions`).
 
         Raises:
             UserError: the engine has no complete set of published weights, or vLLM would not sample as `sampling` asks.
@@ -245,40 +255,31 @@ class RolloutEngine:
         if self.adapter is not None:
             self.adapter.check_present()
             adapter = self.adapter.request
-        used = [None] * len(prompts) if seeds is None or sampling.temperature == 0 else seeds
-        params = [engine_config.sampling_params(sampling, seed) for seed in used]
+        params = engine_config.request_params(sampling, len(prompts), seeds, max_tokens)
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         preemptions = self._preemptions()
         counts = LiveCounts(self.llm, len(requests))
-        with live.phase(
-            "sampling", total=len(requests), unit="responses", measure=counts
-        ) as sampling_phase:
-            outputs = self._run(
-                lambda: self.llm.generate(requests, params, use_tqdm=False, lora_request=adapter)
-            )
-            completions = [output.outputs[0] for output in outputs]
-            sampling_phase.sampled(sum(len(c.token_ids) for c in completions))
+        with live.phase("sampling", total=counts.total, unit="responses", measure=counts) as phase:
+            completions = self._run(lambda: run(self.llm, requests, params, adapter))
+            phase.sampled(sum(len(c.token_ids) for c in completions))
         log_probs = [sampled_log_probs(c) for c in completions]
-        for i, values in enumerate(log_probs):
-            if not all(map(math.isfinite, values)):
-                self.mark_stale(
-                    f"response {i} of the last call had a log-prob that is not finite", nan=True
-                )
-                raise FloatingPointError(
-                    f"rollout_log_probs of response {i} are not finite: {values[:8]} ..."
-                )
-        tokens = [list(c.token_ids) for c in completions]
+        if (bad := first_not_finite(log_probs)) is not None:
+            self.mark_stale(
+                f"response {bad} of the last call had a log-prob that is not finite", nan=True
+            )
+            raise FloatingPointError(
+                f"rollout_log_probs of response {bad} are not finite: {log_probs[bad][:8]} ..."
+            )
+        routing = self.config.return_routed_experts
         return RolloutBatch(
             prompt_token_ids=[list(prompt) for prompt in prompts],
-            response_token_ids=tokens,
+            response_token_ids=[list(c.token_ids) for c in completions],
             rollout_log_probs=log_probs,
             finish_reasons=[str(c.finish_reason) for c in completions],
             weight_version=version,
             top_token_ids=[top_tokens(c) for c in completions] if sampling.top_tokens else None,
             preemptions=self._preemptions() - preemptions,
-            routed_experts=[routed_experts(c) for c in completions]
-            if self.config.return_routed_experts
-            else None,
+            routed_experts=[routed_experts(c) for c in completions] if routing else None,
         )
 
     def _preemptions(self) -> int:

@@ -22,7 +22,8 @@ import gc
 import math
 import os
 import traceback
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -117,11 +118,17 @@ def may_preempt(config: EngineConfig, hf_config: Any) -> bool:
     which all heads have one size."""
     if torch.cuda.is_available():
         return True
+    return sequences_in_cache(config, hf_config) < config.max_num_seqs
+
+
+def sequences_in_cache(config: EngineConfig, hf_config: Any) -> int:
+    """Return how many sequences of full length the KV cache on a CPU holds."""
     text = hf_config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    tokens = BLOCK_SIZE * (math.ceil(config.max_model_len / BLOCK_SIZE) * config.max_num_seqs + 1)
-    return config.kv_cache_gib * 2**30 < tokens * text.num_hidden_layers * 2 * heads * size * 2
+    block = BLOCK_SIZE * text.num_hidden_layers * 2 * heads * size * 2
+    blocks = int(config.kv_cache_gib * 2**30 // block) - 1  # vLLM keeps one
+    return max(blocks, 0) // math.ceil(config.max_model_len / BLOCK_SIZE)
 
 
 def llm_arguments(config: EngineConfig, *, statistics: bool = True) -> dict[str, Any]:
@@ -227,6 +234,22 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
             + ", ".join(f"rollout.{name}={value_read}" for name, value_read in changed.items()),
         )
     return params
+
+
+def request_params(
+    sampling: SamplingConfig,
+    count: int,
+    seeds: Sequence[int] | None = None,
+    max_tokens: Sequence[int] | None = None,
+) -> list[Any]:
+    """Return vLLM's `SamplingParams` of each of `count` requests. Greedy ones need no `seeds`."""
+    used = [None] * count if seeds is None or sampling.temperature == 0 else seeds
+    if max_tokens is None:
+        return [sampling_params(sampling, seed) for seed in used]
+    return [
+        sampling_params(replace(sampling, max_tokens=most), seed)
+        for most, seed in zip(max_tokens, used, strict=True)
+    ]
 
 
 GRAPHS: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}

@@ -20,7 +20,7 @@ class LiveCounts:
 
     def __init__(self, llm: Any, total: int) -> None:
         self._processor = llm.llm_engine.output_processor
-        self._total = total
+        self.total = total
         self._seen: dict[str, Any] = {}
 
     def __call__(self) -> Sampled:
@@ -34,5 +34,6 @@ class LiveCounts:
             tokens += count
             if name not in open_requests:
                 tokens_of_done += count
-        done = self._total - len(open_requests) if tokens else 0
+        # A session that waits for its next turn is still open (`qarl.rollout.sessions`).
+        done = max(self.total - len(open_requests), 0) if tokens else 0
         return Sampled(done, tokens, tokens_of_done)

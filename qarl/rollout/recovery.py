@@ -11,6 +11,7 @@ from qarl.rollout.engine_config import EngineConfig, SamplingConfig
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
 from qarl.rollout.requests import RolloutBatch
+from qarl.rollout.sessions import Run, whole_requests
 
 
 class RecoveringEngine(RolloutEngine):
@@ -37,16 +38,23 @@ class RecoveringEngine(RolloutEngine):
         prompts: Sequence[Sequence[int]],
         sampling: SamplingConfig,
         seeds: Sequence[int] | None = None,
+        *,
+        max_tokens: Sequence[int] | None = None,
+        run: Run = whole_requests,
     ) -> RolloutBatch:
-        """Sample as `RolloutEngine` does. If vLLM is lost, replace it, publish the weights again and try once more."""
+        """Sample as `RolloutEngine` does. If vLLM is lost, replace it, publish the weights again and try once more.
+
+        Sessions are lost with vLLM, so a turn of one is not tried again."""
         try:
-            return super().generate(prompts, sampling, seeds)
+            return super().generate(prompts, sampling, seeds, max_tokens=max_tokens, run=run)
         except EngineFailed as error:
+            if run is not whole_requests:
+                raise
             self._replace_vllm(error)
         if self._last_publish is not None:
             source, version = self._last_publish
             self.publish_from(source, version=version)
-        return super().generate(prompts, sampling, seeds)
+        return super().generate(prompts, sampling, seeds, max_tokens=max_tokens, run=run)
 
     def sleep(self) -> None:
         """Sleep as `RolloutEngine` does. If that breaks vLLM, only warn. The next publish then starts a new one."""

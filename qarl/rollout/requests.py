@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from qarl.errors import UserError
+from qarl.turns.conversation import Conversation, Span
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,9 @@ class RolloutBatch:
     weight_version     that of the weights that were sampled from
     top_token_ids      the likeliest token at each position, if they were asked for
     preemptions        number of times that vLLM freed a response's KV cache for other requests and computed it again
+    later_prefills     start and end in its row (prompt and response) of each part that the engine prefilled behind the
+                       keys and values that it had, or None if each turn was a request of its own
+    conversations      the conversation that each response is, if an environment answered; contexts are among the tokens
     routed_experts     the experts that each router chose, in its order: uint8 [tokens - 1, layers, k], for all tokens
                        of prompt and response except the last; int16 if a layer has more than 256 experts. A dense layer
                        has zeros
@@ -32,6 +36,20 @@ class RolloutBatch:
     top_token_ids: list[list[int]] | None = None
     preemptions: int = 0
     routed_experts: list[torch.Tensor] | None = None
+    conversations: list[Conversation] | None = None
+    later_prefills: list[tuple[Span, ...]] | None = None
+
+    @property
+    def sampled_lengths(self) -> list[int]:
+        """The number of tokens of each response that the model sampled."""
+        if self.conversations is None:
+            return [len(response) for response in self.response_token_ids]
+        return [
+            len(response) - conversation.context_tokens
+            for response, conversation in zip(
+                self.response_token_ids, self.conversations, strict=True
+            )
+        ]
 
 
 def check_requests(prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> None:

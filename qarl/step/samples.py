@@ -23,6 +23,7 @@ class SampleRows:
     advantages      of each row
     rewards         of each row, or None if the backend does not know them
     finish_reasons  of each row, or None if the backend does not know them
+    turns           the spans of each row's tokens that the model sampled, or None if it sampled all of them
     """
 
     prompts: Sequence[torch.Tensor]
@@ -31,6 +32,7 @@ class SampleRows:
     advantages: Sequence[float]
     rewards: Sequence[float] | None = None
     finish_reasons: Sequence[str | None] | None = None
+    turns: Sequence[Sequence[tuple[int, int]]] | None = None
 
     def chosen(self, step: int, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
         """Return the lines of the rows to log."""
@@ -39,6 +41,8 @@ class SampleRows:
             known["reward"] = self.rewards
         if self.finish_reasons is not None:
             known["finish_reason"] = self.finish_reasons
+        if self.turns is not None:
+            known["turns"] = self.turns
         return chosen_samples(
             step, self.prompts, self.responses, self.deltas, self.advantages, decode, **known
         )

@@ -30,6 +30,7 @@ import torch
 
 from qarl.kernels.base import upload
 from qarl.rollout.requests import RolloutBatch
+from qarl.turns.conversation import Conversation, Span
 
 if TYPE_CHECKING:
     from qarl.config import ActorConfig
@@ -53,10 +54,11 @@ def index_of(rows: Rows) -> slice | torch.Tensor:
 
 
 class HostLengths(NamedTuple):
-    """The number of tokens of each row's prompt, and of its response."""
+    """The number of tokens of each row's prompt, of its response, and of those that the model sampled."""
 
     prompts: tuple[int, ...]
     responses: tuple[int, ...]
+    sampled: tuple[int, ...]
 
 
 TOKEN_MULTIPLE = 64
@@ -77,8 +79,9 @@ class Batch:
 
     input_ids                    int64 [B, T]; prompt, then response, then padding
     prompt_lengths               int64 [B]
+    response_lengths             int64 [B]; in a conversation with the tokens of the environment
     responses                    int64 [B, R]
-    response_mask                bool [B, R]
+    response_mask                bool [B, R]; the tokens that the model sampled
     rollout_log_probs            FP32 [B, R]
     rewards, advantages          FP32 [B]
     rollout_top_tokens           int64 [B, R] or None; the engine's likeliest token at each position
@@ -93,10 +96,14 @@ class Batch:
                                  routers chose different experts for the token than the rollout
     routing_compared             bool [B] or None; the rows that `other_experts` covers
     finish_reasons               why each response ended, in vLLM's words, or None
+    conversations                the conversation that each response is, or None if there was no environment
+    later_prefills               start and end in its row of each part of a conversation that the engine prefilled after
+                                 a turn, or None if those parts do not matter (`qarl.turns.prefills`)
     """
 
     input_ids: torch.Tensor
     prompt_lengths: torch.Tensor
+    response_lengths: torch.Tensor
     responses: torch.Tensor
     response_mask: torch.Tensor
     rollout_log_probs: torch.Tensor
@@ -112,6 +119,8 @@ class Batch:
     weights: torch.Tensor | None = None
     reference_log_probs: torch.Tensor | None = None
     finish_reasons: list[str | None] | None = None
+    conversations: list[Conversation] | None = None
+    later_prefills: list[tuple[Span, ...]] | None = None
 
     def to(self, device: torch.device) -> Batch:
         """Return the same batch with every tensor on `device`."""
@@ -130,14 +139,14 @@ class Batch:
     @property
     def lengths(self) -> torch.Tensor:
         """int64 [B]: tokens of prompt and response of each row."""
-        return self.prompt_lengths + self.response_mask.sum(1)
+        return self.prompt_lengths + self.response_lengths
 
     @cached_property
     def host_lengths(self) -> HostLengths:
         """The lengths of the rows on the host, which asks the device for them once."""
-        lengths = torch.stack([self.prompt_lengths, self.response_mask.sum(1)])
-        prompts, responses = lengths.tolist()
-        return HostLengths(tuple(prompts), tuple(responses))
+        sampled = self.response_mask.sum(1)
+        lengths = torch.stack([self.prompt_lengths, self.response_lengths, sampled])
+        return HostLengths(*map(tuple, lengths.tolist()))
 
     def numbers(self, rows: Rows) -> Sequence[int]:
         """Return the numbers of `rows`."""
@@ -163,6 +172,11 @@ class Batch:
         index = index_of(rows)
         self.sampling_mask[index] = packed
         self.outside[index] = outside
+
+    def parts_of(self, rows: Rows) -> list[tuple[Span, ...]]:
+        """Return `later_prefills` of `rows`."""
+        assert self.later_prefills is not None
+        return [self.later_prefills[number] for number in self.numbers(rows)]
 
     def note_routing(self, rows: Rows, differing: torch.Tensor) -> None:
         """Store `differing`, bool [rows, T]: True if the trainer's routers chose other experts than the rollout."""
@@ -193,12 +207,17 @@ def make_batch(
     total = max(map(len, sequences))
     response_lengths = torch.tensor([len(response) for response in rollout.response_token_ids])
     width = max(1, int(response_lengths.max()))
-    mask = torch.arange(width)[None, :] < response_lengths[:, None]
+    if rollout.conversations is None:
+        mask = torch.arange(width)[None, :] < response_lengths[:, None]
+    else:
+        masks = [conversation.mask for conversation in rollout.conversations]
+        mask = _pad(masks, width, 0, torch.bool)
     top = rollout.top_token_ids
     routed = rollout.routed_experts
     return Batch(
         input_ids=_pad(sequences, total, pad_token_id, torch.int64),
         prompt_lengths=torch.tensor([len(prompt) for prompt in rollout.prompt_token_ids]),
+        response_lengths=response_lengths,
         responses=_pad(rollout.response_token_ids, width, pad_token_id, torch.int64),
         response_mask=mask,
         rollout_log_probs=_pad(rollout.rollout_log_probs, width, 0.0, torch.float32),
@@ -208,6 +227,8 @@ def make_batch(
         rollout_top_tokens=None if top is None else _pad(top, width, pad_token_id, torch.int64),
         routed_experts=None if routed is None else _pad(routed, total, -1, torch.int16),
         finish_reasons=list(rollout.finish_reasons),
+        conversations=rollout.conversations,
+        later_prefills=rollout.later_prefills,
     )
 
 

@@ -66,13 +66,20 @@ class Inputs:
     def _compared(self, old: str, new: str) -> bool:
         return True
 
-    def _same_function(self, old: str, new: str) -> bool:
-        """Return whether two values of `reward.function` name the same function of files with the same content."""
+    def _same_reward(self, old: str, new: str) -> bool:
+        return self._same_function("reward", old, new)
+
+    def _same_environment(self, old: str | None, new: str | None) -> bool:
+        return self._same_function("environment", old or "", new or "")
+
+    def _same_function(self, part: str, old: str, new: str) -> bool:
+        """Return whether two values of a key name the same function of files with the same content. `part`: of the
+        record, with the digests of the files."""
         assert self.saved is not None
-        digest = self.saved["reward"]
+        digest = self.saved.get(part)
         return (
             digest is not None
-            and digest == self.now["reward"]
+            and digest == self.now[part]
             and old.split(":")[-1] == new.split(":")[-1]
         )
 
@@ -80,7 +87,8 @@ class Inputs:
 _NAMES: Mapping[str, Callable[..., bool]] = {
     "model.path": Inputs._compared,
     "data.train_files": Inputs._compared,
-    "reward.function": Inputs._same_function,
+    "reward.function": Inputs._same_reward,
+    "rollout.environment": Inputs._same_environment,
 }
 """Keys that name a file or a folder, and whether another name is the same input."""
 
@@ -237,6 +245,18 @@ def _scorer(saved: Record, now: Record) -> Iterator[Change]:
     yield Change(what, "its scores may have changed, and its problems", "", refused=False)
 
 
+def _environment(saved: Record, now: Record) -> Iterator[Change]:
+    if saved["environment"] is None or now["environment"] is None:
+        return
+    what = f"the source of the environment {_digests(saved, now, 'environment')}"
+    yield Change(
+        what,
+        "it may answer other than before the resume, and rewards may differ",
+        "",
+        refused=False,
+    )
+
+
 def _reference(saved: Record, now: Record) -> Iterator[Change]:
     if saved["reference"] is None or now["reference"] is None:
         what = "the weights of the KL term's reference cannot be compared"
@@ -258,6 +278,7 @@ _PARTS: Mapping[str, Callable[[Record, Record], Iterator[Change]]] = {
     "val": _val,
     "reward": _reward,
     "scorer": _scorer,
+    "environment": _environment,
     "reference": _reference,
 }
 """Every part of a record, and how its differences are told."""

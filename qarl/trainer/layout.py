@@ -7,6 +7,7 @@ tokens, and of those that predict a token of a response, in one copy that it doe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ class Layout:
     slots       int64 [tokens]; the slot of each of these tokens
     predictors  int64 [response tokens]; the slot whose logits predict each response token
     predicted   int64 [response tokens]; the index of each response token in the flattened [rows, R]
+
+    The response tokens are those that the model sampled, in a conversation the tokens of its turns.
     """
 
     inputs: dict[str, Any]
@@ -78,7 +81,7 @@ def lay_out(batch: Batch, rows: Rows, *, packed: bool = True) -> Layout:
     count = len(numbers)
     width = batch.input_ids.shape[1]
     row, place = _each(prompts + lengths)
-    of_row, offset = _each(lengths)
+    of_row, offset = _each(lengths) if batch.conversations is None else _turns(batch, numbers)
     places = row * width + place
     predicted = of_row * batch.responses.shape[1] + offset
     row_lengths = (prompts + lengths).tolist()
@@ -112,6 +115,16 @@ def lay_out(batch: Batch, rows: Rows, *, packed: bool = True) -> Layout:
         predictors=predictors,
         predicted=predicted,
     )
+
+
+def _turns(batch: Batch, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return for each token that the model sampled in conversations the number of its row, and its place in the
+    response."""
+    assert batch.conversations is not None
+    rows = [batch.conversations[number].turns for number in numbers]
+    offsets = [torch.arange(start, end) for turns in rows for start, end in turns]
+    lengths = torch.tensor([sum(end - start for start, end in turns) for turns in rows])
+    return torch.arange(len(rows)).repeat_interleave(lengths), torch.cat(offsets)
 
 
 def _each(counts: Tensor) -> tuple[Tensor, Tensor]:

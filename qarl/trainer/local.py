@@ -3,7 +3,7 @@
 `LocalTrainer.train_step` is a training step. Its stages are (`LocalTrainer.rollout` has the first three):
 
     rollout        prompts -> responses and their log-probs, sampled from the engine's low-bit weights
-    rewards        responses -> a reward each
+    rewards        responses -> a reward each. With `rollout.environment` a response is a conversation (`qarl.turns`)
     advantages     rewards -> group-relative advantages (`qarl.trainer.advantages`)
     old log-probs  batch -> the trainer's own log-probs, by the kernels of the update. Where they equal the rollout's, a
                    step may take those instead (`qarl.trainer.old_log_probs`)
@@ -46,6 +46,7 @@ from qarl.rollout.engine import RolloutEngine, SamplingConfig
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.recovery import RecoveringEngine
 from qarl.rollout.requests import RolloutBatch
+from qarl.rollout.turns import scored_prompts
 from qarl.step.updates import is_skipped
 from qarl.tbpo.reading import Unread, read
 from qarl.trainer.advantages import step_advantages
@@ -55,6 +56,7 @@ from qarl.trainer.mismatch_watch import check_batch, log_step_samples, watch
 from qarl.trainer.old_log_probs import OldLogProbs
 from qarl.trainer.policy import Policy
 from qarl.trainer.prepare import RunParts, engine_config
+from qarl.turns.metrics import turn_metrics
 
 SAMPLED_ROWS = -1
 """Replaces the index in `request_seed` for the random rows that `actor.old_log_probs=auto` checks."""
@@ -153,9 +155,7 @@ class LocalTrainer:
         seeds = [request_seed(config.seed, self.step, i) for i in range(len(prompts))]
         with self.timer.phase("rollout"):
             sampling = SamplingConfig.of_run(config, top_tokens=top_tokens)
-            responses = self.generate(
-                [prompt.prompt_token_ids for prompt in prompts], sampling, seeds
-            )
+            responses = self.sample(prompts, sampling, seeds, phase="rollout")
             self.engine.sleep()
         if responses.weight_version != self.step:
             raise RuntimeError(
@@ -163,12 +163,14 @@ class LocalTrainer:
             )
         with self.timer.phase("reward"):
             rewards = torch.tensor(self.rewards(prompts, responses))
-        lengths = [len(response) for response in responses.response_token_ids]
+        lengths = responses.sampled_lengths
         advantages = step_advantages(config, rewards, lengths)
         batch = make_batch(responses, rewards, advantages, pad_token_id=self.parts.pad_token_id).to(
             self.policy.device
         )
         metrics = response_metrics(rewards, lengths, responses.finish_reasons)
+        if responses.conversations is not None:
+            metrics |= turn_metrics(responses.conversations)
         vocabulary = len(self.tokenizer)
         text = text_statistics(
             batch.responses,
@@ -189,7 +191,8 @@ class LocalTrainer:
             responses.response_token_ids,
             keep_special_tokens=reward.keep_special_tokens,
         )
-        return score_responses(self.parts.reward_fn, prompts, texts, timeout_s=reward.timeout_s)
+        scored = scored_prompts(prompts, responses, reward.function)
+        return score_responses(self.parts.reward_fn, scored, texts, timeout_s=reward.timeout_s)
 
     def old_log_probs(self, batch: Batch, only: torch.Tensor | None = None) -> torch.Tensor:
         """Return the policy's log-probs before the update, FP32 [B, R]. If `only` is set, all other rows are 0.
@@ -258,7 +261,7 @@ class LocalTrainer:
 
         Return the objective's statistics for each micro-batch, and the rows' log-probs, FP32 [rows, R]. The host waits
         for the device once, at the end, and raises there what the objective's checks have found."""
-        lengths = batch.host_lengths.responses[mini_batch]
+        lengths = batch.host_lengths.sampled[mini_batch]
         whole = {"responses": sum(length > 0 for length in lengths), "tokens": sum(lengths)}
         statistics = list[Unread]()
         log_probs = torch.zeros_like(batch.rollout_log_probs)
@@ -323,10 +326,26 @@ class LocalTrainer:
         with self.timer.phase("publish"), live.phase("publishing"):
             return self.engine.publish_from(weights, version=self.step)
 
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        seeds: list[int] | None = None,
+        *,
+        phase: str,
+    ) -> RolloutBatch:
+        """Sample a response to each prompt. If there is an environment, hold a conversation that begins with it.
+        `phase`: the phase of the timer around this."""
+        conversations = self.parts.conversations
+        if conversations is None:
+            return self.generate([prompt.prompt_token_ids for prompt in prompts], sampling, seeds)
+        timed = partial(self.timer.phase, "environment", not_in=phase)
+        return conversations.hold(self.engine, prompts, sampling, seeds, timed=timed)
+
     def generate(
         self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None = None
     ) -> RolloutBatch:
-        """Sample a response to each prompt."""
+        """Sample a turn after each prompt."""
         return self.engine.generate(prompts, sampling, seeds)
 
     def evaluate(self) -> dict[str, float]:
@@ -335,7 +354,7 @@ class LocalTrainer:
         prompts = self.parts.val_prompts
         with self.timer.phase("eval"):
             sampling = SamplingConfig(self.config.data.max_response_length, temperature=0.0)
-            responses = self.generate([prompt.prompt_token_ids for prompt in prompts], sampling)
+            responses = self.sample(prompts, sampling, phase="eval")
             rewards = self.rewards(prompts, responses)
         answers = zip(prompts, rewards, strict=True)
         return answers_metrics(

@@ -97,7 +97,7 @@ def log_step_samples(
 
 def sample_rows(batch: Batch, measured: Measured) -> SampleRows:
     """Return the rows of a batch without their padding."""
-    lengths = batch.response_mask.sum(1).tolist()
+    lengths = batch.response_lengths.tolist()
     differences = (measured.log_probs - batch.rollout_log_probs).cpu()
     prompts = []
     responses = []
@@ -114,4 +114,5 @@ def sample_rows(batch: Batch, measured: Measured) -> SampleRows:
         advantages=batch.advantages.tolist(),
         rewards=batch.rewards.tolist(),
         finish_reasons=batch.finish_reasons,
+        turns=[each.turns for each in batch.conversations] if batch.conversations else None,
     )

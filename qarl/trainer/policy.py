@@ -309,6 +309,8 @@ class Policy:
             filler = inputs["row_lengths"][layout.rows :]
             prompts = batch.prompt_lengths[index_of(rows)]
             inputs["prompt_lengths"] = torch.cat([prompts, prompts.new_tensor(filler)])
+            if batch.later_prefills is not None:
+                inputs["later_prefills"] = [*batch.parts_of(rows), *([()] * len(filler))]
         if self.logits_in_blocks(len(predictors) if self.packed else layout.size):
             hidden = self.model.base_model(use_cache=False, **inputs).last_hidden_state.flatten(
                 0, 1

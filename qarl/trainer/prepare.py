@@ -23,6 +23,7 @@ from qarl.objectives import verl_functions
 from qarl.objectives.settings import objective_settings
 from qarl.rollout.adapter_spec import AdapterSpec
 from qarl.rollout.engine import EngineConfig
+from qarl.rollout.turns import Conversations
 from qarl.schemes import get_scheme
 from qarl.trainer.policy import Policy
 
@@ -38,6 +39,8 @@ class RunParts:
     reward_fn: Reward
     record: Record
     """What the run reads, for its checkpoints."""
+    conversations: Conversations | None = None
+    """Holds conversations, if there is an environment."""
 
 
 def prepare_run(config: Config) -> RunParts:
@@ -82,6 +85,7 @@ def load_parts(config: Config, inputs: RunInputs) -> RunParts:
         inputs.sampler,
         inputs.reward_fn,
         inputs.record,
+        inputs.conversations,
     )
 
 

@@ -69,6 +69,7 @@ _FREE = {"name", "output_dir", "dry_run", "plugins"} | _keys(
     rollout="rebuild_on_failure",
     quant="mismatch_limit",
     reward="timeout_s workers check_ground_truths",
+    multi_turn="timeout_s workers",
     model="trust_remote_code",
 )
 """Keys that a resume may change without a note. They only set the length and the output of the run, or error messages

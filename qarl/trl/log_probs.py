@@ -31,6 +31,7 @@ def as_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor, response_wid
     return Batch(
         input_ids=shifted,
         prompt_lengths=prompt_lengths,
+        response_lengths=mask.sum(1),
         responses=input_ids[:, -response_width:],
         response_mask=mask,
         rollout_log_probs=torch.zeros(mask.shape, device=mask.device),

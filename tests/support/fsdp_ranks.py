@@ -133,6 +133,7 @@ def as_batch(rows: dict[str, torch.Tensor]) -> Batch:
     zeros = torch.zeros(8)
     tensors: dict[str, Any] = {name: rows[name] for name in names}
     tensors |= dict.fromkeys(("rollout_log_probs", "rewards", "advantages"), zeros)
+    tensors["response_lengths"] = rows["response_mask"].sum(1)
     return Batch(**tensors, weight_version=0)
 
 

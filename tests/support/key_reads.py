@@ -88,7 +88,7 @@ class AnsweringEngine:
         return None
 
     def generate(
-        self, prompts: list[list[int]], sampling: Any, seeds: list[int] | None = None
+        self, prompts: list[list[int]], sampling: Any, seeds: list[int] | None = None, **_: Any
     ) -> RolloutBatch:
         rows = [[3 + i % 50, 4, 1] for i in range(len(prompts))]
         return RolloutBatch(

@@ -24,7 +24,7 @@ LAYERS = (
     ("errors", "lazy", "hangup"),
     ("command_line", "progress"),
     ("process", "console", "vllm_versions", "schemes", "families", "plugins"),
-    ("tbpo",),
+    ("tbpo", "turns"),
     ("config", "kernels"),
     ("side_packages",),
     ("data", "objectives", "quant", "optim"),

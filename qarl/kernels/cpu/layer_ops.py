@@ -68,8 +68,30 @@ class _Call(NamedTuple):
     schedule: torch.Tensor
 
 
-Row = tuple[int, int]
-"""Number of tokens of a row, and of those that the engine prefilled, or 0 if it decoded the whole row."""
+class Row(NamedTuple):
+    """A row of a pack: its number of tokens, and how the engine computed them.
+
+    prompt  number of tokens at its start that the engine prefilled, or 0 if it decoded the whole row
+    later   start and end of each later part that it prefilled at once, behind the keys and values before it. All other
+            tokens were decoded
+    """
+
+    length: int
+    prompt: int
+    later: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """The end of each request's queries, int32 [requests]: of a prefill its last token, else each token."""
+        ends = torch.arange(max(self.prompt, 1), self.length + 1, dtype=torch.int32)
+        for start, end in self.later:
+            ends = ends[(ends <= start) | (ends >= end)]
+        return ends
+
+    @property
+    def longest_prefill(self) -> int:
+        """Number of keys that the last query of the longest prefill sees."""
+        return max(self.prompt, *(end for _, end in self.later)) if self.later else self.prompt
 
 
 def causal_attention(
@@ -120,15 +142,12 @@ def _calls(
     isa = _get_attn_isa(torch.bfloat16, BLOCK_SIZE, head_size)
     calls = []
     for together in _calls_of_rows(rows, threads, longest_exact_prompt(head_size)):
-        lengths = torch.tensor([length for length, _ in together])
+        lengths = torch.tensor([row.length for row in together])
         row_blocks = (lengths + BLOCK_SIZE - 1) // BLOCK_SIZE
         starts = lengths.cumsum(0) - lengths
         first_blocks = row_blocks.cumsum(0) - row_blocks
         # The end of each request's queries in its row, which is also the number of keys that its last query sees.
-        ends = [
-            torch.arange(max(prompt, 1), length + 1, dtype=torch.int32)
-            for length, prompt in together
-        ]
+        ends = [row.ends for row in together]
         requests = torch.tensor([len(row) for row in ends])
         key_ends = torch.cat(ends)
         query_ends = (key_ends + starts.repeat_interleave(requests)).int()
@@ -172,14 +191,14 @@ def _calls_of_rows(rows: tuple[Row, ...], threads: int, longest_exact: int) -> l
     calls: list[list[Row]] = []
     alone = True
     tokens = 0
-    for length, prompt in rows:
-        cut = threads > 1 and prompt > longest_exact
-        if alone or cut or tokens + length > _TOKENS:
+    for row in rows:
+        cut = threads > 1 and row.longest_prefill > longest_exact
+        if alone or cut or tokens + row.length > _TOKENS:
             calls.append([])
             tokens = 0
-        calls[-1].append((length, prompt))
+        calls[-1].append(row)
         alone = cut
-        tokens = tokens + length
+        tokens = tokens + row.length
     return calls
 
 

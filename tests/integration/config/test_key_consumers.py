@@ -17,6 +17,7 @@ from verl_runs import quickstart
 
 from qarl import train
 from qarl.config import ConfigError
+from qarl.config.multi_turn import MultiTurnConfig
 from qarl.errors import UserError
 from qarl.trainer import local
 from qarl.verl.checks import refuse_unsupported
@@ -54,6 +55,11 @@ RUNS = (
     ["actor.old_log_probs=auto"],
     ["actor.loss=mis_gspo", "name=mis_gspo"],
     ["name=lora", "lora.r=8", "lora.alpha=16", "lora.target_modules=[q_proj]"],
+    [
+        "name=turns",
+        f"rollout.environment={ROOT}/tests/support/turn_environments.py:three_sums",
+        "reward.function=environment",
+    ],
     GRPO,
     [
         *GRPO,
@@ -218,6 +224,11 @@ NOT_VERL: dict[str, tuple[Any, dict[str, Any]]] = {
     "rollout.top_k": (20, {}),
     "rollout.rebuild_on_failure": (True, {}),
     "quant.kernels": ("qarl", {}),
+    "rollout.environment": ("tools.py:answer", {}),
+    **dict.fromkeys(
+        (f"multi_turn.{name}" for name in MultiTurnConfig.model_fields),
+        (1, {"rollout.environment": "tools.py:answer"}),
+    ),
     "actor.use_kl_loss": (True, {}),
     "actor.kl_loss_coef": (2.0, {"actor.use_kl_loss": True}),
 }

@@ -32,7 +32,7 @@ class Engine:
     def publish(self, *_: Any, **__: Any) -> None: ...
 
     def generate(self, prompts: list[list[int]], *_: Any) -> Any:
-        return SimpleNamespace(response_token_ids=[RESPONSE] * len(prompts))
+        return SimpleNamespace(response_token_ids=[RESPONSE] * len(prompts), conversations=None)
 
 
 @pytest.fixture

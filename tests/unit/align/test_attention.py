@@ -7,7 +7,7 @@ import torch
 from cpu_features import needs_engine_attention
 
 from qarl.align.cpu_attention import causal_gradients, engine_attention, fp32_attention
-from qarl.kernels.cpu.layer_ops import _calls_of_rows
+from qarl.kernels.cpu.layer_ops import Row, _calls_of_rows
 
 
 def random_attention(
@@ -208,8 +208,9 @@ def test_a_row_of_attention_does_not_depend_on_the_rows_beside_it_or_on_what_fol
 )
 def test_rows_share_a_call_where_none_of_them_can_be_cut(threads, rows, calls):
     """Several threads change a prompt of more than 32 tokens here. A call of several rows has at most 4,096 tokens."""
-    made = _calls_of_rows(tuple(rows), threads, 32)
-    assert [len(call) for call in made] == calls and [row for call in made for row in call] == rows
+    made = _calls_of_rows(tuple(Row(*row) for row in rows), threads, 32)
+    assert [len(call) for call in made] == calls
+    assert [row[:2] for call in made for row in call] == rows
 
 
 @needs_engine_attention
@@ -275,3 +276,28 @@ def test_a_query_that_sees_no_key_gets_zeros_and_no_nan(dtype):
             and tensor.grad[:, :, 2:].any()
             and not tensor.grad[:, :, :2].any()
         )
+
+
+def test_the_requests_of_a_row() -> None:
+    """A row of 9 tokens: 3 prefilled, then decoded but for the two at places 5 and 6, which came at once."""
+    assert Row(9, 3).ends.tolist() == [3, 4, 5, 6, 7, 8, 9]
+    assert Row(9, 3, ((5, 7),)).ends.tolist() == [3, 4, 5, 7, 8, 9]
+    assert Row(9, 3, ((4, 6), (7, 9))).ends.tolist() == [3, 4, 6, 7, 9]
+    assert Row(3, 0).ends.tolist() == [1, 2, 3]
+    assert (Row(9, 3).longest_prefill, Row(9, 3, ((5, 7),)).longest_prefill) == (3, 7)
+
+
+@needs_engine_attention
+def test_a_later_prefill_is_one_request_of_the_operator() -> None:
+    """Behind 1000 keys, with heads of 128, the queries of a part that is prefilled at once have other bits than decoded
+    ones. All others have the same."""
+    pack = random_attention(1, 1500, 6, 2, 128)
+    options = {"scaling": 0.1, "row_lengths": (1500,), "prompt_lengths": torch.tensor([900])}
+    decoded = engine_attention(torch.nn.Module(), *pack, None, **options)[0]
+    parts = engine_attention(
+        torch.nn.Module(), *pack, None, **options, later_prefills=[((1000, 1400),)]
+    )[0]
+    outside = [*range(1000), *range(1400, 1500)]
+    assert torch.equal(parts[:, outside], decoded[:, outside])
+    assert not torch.equal(parts, decoded)
+    assert torch.allclose(parts.float(), decoded.float(), atol=0.02)

@@ -35,7 +35,7 @@ def in_local(spec: str, keys: RewardConfig) -> list[float]:
         parts=SimpleNamespace(reward_fn=reward),
         config=SimpleNamespace(reward=keys),
     )
-    tokens: Any = SimpleNamespace(response_token_ids=range(len(RESPONSES)))
+    tokens: Any = SimpleNamespace(response_token_ids=range(len(RESPONSES)), conversations=None)
     return LocalTrainer.rewards(run, ROWS, tokens)  # type: ignore[arg-type]  # a stub of the trainer
 
 

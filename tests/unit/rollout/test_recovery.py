@@ -169,7 +169,7 @@ def fails_until(successful: int) -> Callable[..., object]:
     """`generate` of an engine that fails this many times."""
     calls = count()
 
-    def generate(*arguments: object) -> object:
+    def generate(*arguments: object, **options: object) -> object:
         if next(calls) < successful:
             raise FAILURES["engine"]()
         return "responses"

@@ -140,6 +140,7 @@ def asking(tmp_path) -> Iterator[LocalTrainer]:
     trainer.timer, trainer.step, trainer.asked, trainer.answer = PhaseTimer(), 3, [], 3
     prompts = [Prompt(i, "sums", [], [5, 6 + i], "7") for i in range(2)]
     trainer.parts = SimpleNamespace(
+        conversations=None,
         train_prompts=prompts,
         val_prompts=prompts,
         sampler=iter([[0, 1]] * 2),

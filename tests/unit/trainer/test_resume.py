@@ -218,6 +218,8 @@ DECIDES = """
     seed backend verl model.path model.dtype model.head_dtype data.train_files data.train_batch_size
     data.max_prompt_length data.max_response_length data.shuffle data.prompt_key data.filter_overlong_prompts
     reward.function reward.keep_special_tokens rollout.n rollout.temperature rollout.top_p rollout.top_k
+    rollout.environment multi_turn.max_assistant_turns multi_turn.max_tool_response_length
+    multi_turn.tool_response_truncate_side multi_turn.max_turn_length
     rollout.tensor_model_parallel_size rollout.router_replay quant.scheme quant.group_size quant.ignore quant.align
     quant.kernels lora.r lora.alpha lora.target_modules actor.loss actor.loss_agg_mode actor.clip_ratio_low
     actor.clip_ratio_high actor.clip_ratio_c actor.tau_pos actor.tau_neg actor.mis_imp_ratio_cap actor.use_kl_loss

@@ -3,7 +3,8 @@
 usage: qarl warm-start my_task.py [KEY=VALUE ...]
 
 my_task.py has four functions, draw, prompt, answer and reward; docs/learn/own_task.md has an example of twenty
-lines. A Qwen3 of 0.9M parameters learns the task from scratch by supervised learning, until it writes
+lines. A fifth, environment, makes it a task of several turns (docs/do/turns.md). A Qwen3 of 0.9M
+parameters learns the task from scratch by supervised learning, until it writes
 some answers right. In the working folder it writes models/tiny-MY_TASK, data/MY_TASK and MY_TASK.yaml,
 which `qarl train config=MY_TASK.yaml` runs. A MY_TASK.yaml that exists stays as it is. If nothing has
 changed since the last call, nothing is made. A model or data of other arguments, or of another text

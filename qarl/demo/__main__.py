@@ -10,6 +10,7 @@ NAME:
   verl            the quickstart in verl's trainer
   addition_chain  sums of four numbers, with answers of about 140 tokens
   letter_sorting  14 letters, sorted by insertion
+  calculator      sums of products, in four turns with a calculator
   mismatch        addition_chain twice, with GRPO on the rollout's log-probs: once with quant.align=off, once aligned;
                   then one page with the curves of both, runs/mismatch.html
   examples        writes QaRL's example programs to examples/, and trains nothing

@@ -8,6 +8,9 @@
     reward(data_source, solution_str, ground_truth, extra_info=None)    as everywhere in QaRL (`qarl.data.rewards`)
     truth(problem)     what the reward gets as `ground_truth`; by default the answer
 
+A task of several turns has a function `environment` (docs/do/turns.md). Then `answer` returns a list, the model's
+turns, and the environment is asked what it says between them. It needs no `reward` if the environment gives one.
+
 The config is that of `addition_chain.yaml`, whose bands fit answers of any length, with the task's own lengths.
 """
 
@@ -19,6 +22,7 @@ import random
 import re
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import yaml
@@ -28,9 +32,11 @@ from pydantic.dataclasses import dataclass
 from qarl.config.read_config import dump, find_config
 from qarl.config.schema import NAME
 from qarl.console import say
-from qarl.data.rewards import load_module
+from qarl.data.rewards import TURN_SCORES, load_module
+from qarl.data.rewards import environment as environment_reward
 from qarl.demo.tasks import Task
-from qarl.demo.tiny_model import POSITIONS, RECORD, Recipe, make_missing
+from qarl.demo.tiny_model import POSITIONS, RECORD, Recipe, make_missing, make_tokenizer
+from qarl.demo.worked import worked
 from qarl.errors import UserError
 
 FUNCTIONS = ("draw", "prompt", "answer", "reward")
@@ -108,9 +114,13 @@ def load_task(request: WarmStart) -> Task:
             f"{request.file.stem!r} cannot name a run", where=str(request.file), why=why, fix=fix
         )
     module = load_module(str(request.file), where="the task's file")
-    if missing := [name for name in FUNCTIONS if not callable(getattr(module, name, None))]:
+    environment = getattr(module, "environment", None)
+    needed = [name for name in FUNCTIONS if name != "reward" or environment is None]
+    if missing := [name for name in needed if not callable(getattr(module, name, None))]:
         fix = f"define {', '.join(FUNCTIONS)}; docs/learn/own_task.md has an example"
         raise UserError(f"the task has no function {missing[0]}", where=str(request.file), fix=fix)
+    if environment is not None:
+        return of_turns(module, request)
     truth = getattr(module, "truth", module.answer)
     functions = (module.draw, module.prompt, module.answer, truth, module.reward)
     task = Task(request.file.stem, *functions, request.target, request.steps)
@@ -151,14 +161,59 @@ def load_task(request: WarmStart) -> Task:
     return task
 
 
+def of_turns(module: ModuleType, request: WarmStart) -> Task:
+    """Return the task of several turns that a file defines, after one problem was tried. Raise UserError if it fails or
+    earns nothing."""
+    truth = getattr(module, "truth", None)
+    reward = getattr(module, "reward", environment_reward)
+    task = Task(
+        request.file.stem,
+        module.draw,
+        module.prompt,
+        lambda problem: module.answer(problem)[-1],
+        truth or (lambda problem: module.answer(problem)[-1]),
+        reward,
+        request.target,
+        request.steps,
+        environment=module.environment,
+        worked_turns=module.answer,
+    )
+    try:
+        problem = module.draw(random.Random(request.seed))
+        hash(problem)
+        turns = module.answer(problem)
+        if isinstance(turns, str) or not all(isinstance(turn, str) and turn for turn in turns):
+            raise TypeError(f"answer returned {turns!r:.200}, and not a list of texts")
+        (conversation,) = worked(make_tokenizer(), task, [problem])
+        text = "\n".join(str(message["content"]) for message in conversation.messages)
+        extra = {TURN_SCORES: conversation.rewards, "messages": conversation.messages}
+        score = float(reward(task.name, text, task.answer(problem), extra))
+    except Exception as error:  # the user's code runs and may raise anything
+        why = f"{type(error).__name__}: {error}"
+        fix = "let answer return the list of the model's turns, and environment reply to each; see docs/do/turns.md"
+        raise UserError(
+            "the task fails on its first problem", where=str(request.file), why=why, fix=fix
+        ) from error
+    if score <= 0:
+        raise UserError(
+            "the task's own answer earns nothing",
+            where=str(request.file),
+            why=f"the reward is {score} for the turns {turns!r:.100}",
+            fix="let the environment return a positive reward for what `answer` does, or define reward",
+        )
+    return task
+
+
 def lengths(task: Task, seed: int) -> tuple[int, int]:
     """Return limits for prompt and response in tokens: a quarter above the longest of some hundred, by 32."""
     rng = random.Random(f"lengths-{seed}")
     problems = [task.draw_one(rng) for _ in range(500)]
-    longest = [
-        max(len(text(problem).encode()) for problem in problems) + 3
-        for text in (task.prompt_text, task.response_text)
-    ]
+    longest = [max(len(task.prompt_text(problem).encode()) for problem in problems) + 3]
+    if task.environment is None:
+        longest.append(max(len(task.response_text(problem).encode()) for problem in problems) + 3)
+    else:
+        conversations = worked(make_tokenizer(), task, problems)
+        longest.append(max(len(each.response_token_ids) for each in conversations))
     prompt, response = (-(-length * 5 // 4 // 32) * 32 for length in longest)
     return prompt, response
 
@@ -179,7 +234,15 @@ def run_values(
         "max_response_length": response_length,
     }
     values["data"]["train_batch_size"] = min(values["data"]["train_batch_size"], recipe.train_size)
+    task = recipe.task
     values["reward"]["function"] = f"{file}:reward"
+    if task.environment is not None:
+        if task.reward is environment_reward:
+            values["reward"]["function"] = "environment"
+        values["rollout"]["environment"] = f"{file}:environment"
+        rng = random.Random(f"turns-{recipe.seed}")
+        turns = max(len(task.turns(task.draw_one(rng))) for _ in range(500))
+        values["multi_turn"] = {"max_assistant_turns": turns + 2}
     values["optim"]["lr"] = 2e-4  # YAML 1.1 reads the template's number as text
     values["trainer"] |= {"total_training_steps": 80, "test_freq": 20, "save_freq": 80}
     return values

@@ -21,6 +21,12 @@ after each; only the last word is scored. An answer takes 119 tokens. With five 
 
     prompt    dkqba
     response  d dk dkq bdkq abdkq
+
+`calculator` takes several turns, with the calculator of `qarl.demo.calculator`: two products of two numbers of three
+digits, and their sum. The model copies and the calculator calculates. A conversation takes 4 turns and 3 results:
+
+    prompt    384*571+926*108
+    response  384*571 -> 219264   926*108 -> 100008   219264+100008 -> 319272   =319272
 """
 
 from __future__ import annotations
@@ -33,7 +39,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from qarl.data.rewards import arithmetic
+from qarl.data.rewards import arithmetic, environment
+from qarl.demo import calculator
 from qarl.errors import UserError
 
 Problem = Any
@@ -64,6 +71,18 @@ def insert_one_by_one(letters: str) -> str:
         inserted = sorted(letters[:count])
         words.append("".join(inserted))
     return " ".join(words)
+
+
+def products(problem: tuple[int, ...]) -> tuple[int, int]:
+    a, b, c, d = problem
+    return a * b, c * d
+
+
+def call_by_call(problem: tuple[int, ...]) -> list[str]:
+    """Return the turns that calculate two products and their sum with the calculator."""
+    a, b, c, d = problem
+    left, right = products(problem)
+    return [f"{a}*{b}", f"{c}*{d}", f"{left}+{right}", f"={left + right}"]
 
 
 def last_word(
@@ -101,6 +120,14 @@ class Task:
     reward: Callable[..., float]
     target: float
     steps: int
+    environment: Callable[..., Any] | None = None
+    """What answers the model's turns, for a task of several (`qarl.turns.reply`)."""
+    worked_turns: Callable[[Problem], list[str]] | None = None
+    """The turns of a worked answer, which ends with `response_text`."""
+
+    def turns(self, problem: Problem) -> list[str]:
+        """Return the turns of the worked answer."""
+        return self.worked_turns(problem) if self.worked_turns else [self.response_text(problem)]
 
     def draw(self, count: int, rng: random.Random, exclude: set[Problem]) -> list[Problem]:
         """Return `count` distinct problems. None of them is in `exclude`, and no sum is there in the other order.
@@ -165,6 +192,18 @@ TASKS = {
             last_word,
             target=0.08,  # the reward asks only for the last word, which is right far more often than all words
             steps=1000,
+        ),
+        Task(
+            "calculator",
+            lambda rng: tuple(_number(rng, 3) for _ in range(4)),
+            lambda problem: "{}*{}+{}*{}".format(*problem),
+            lambda problem: f"={sum(products(problem))}",
+            lambda problem: str(sum(products(problem))),
+            environment,
+            target=0.15,
+            steps=1000,
+            environment=calculator.answer,
+            worked_turns=call_by_call,
         ),
     )
 }

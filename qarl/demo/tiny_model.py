@@ -45,6 +45,7 @@ from transformers import (
 from qarl.checkpoint.storage import check_place, whole_folder
 from qarl.console import tell
 from qarl.demo.tasks import TASKS, Problem, Task
+from qarl.demo.worked import worked
 from qarl.errors import UserError
 from qarl.progress import live
 
@@ -160,22 +161,19 @@ def make_model(tokenizer: PreTrainedTokenizerFast, experts: int = 0) -> Model:
 def make_batch(
     tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], task: Task = QUICKSTART
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and next-token labels, both int64 [len(problems), T], padded on the right; labels cover responses only."""
-    messages = [[{"role": "user", "content": task.prompt_text(problem)}] for problem in problems]
-    prompts: Any = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
-    )
-    responses = tokenizer(
-        [task.response_text(problem) + tokenizer.eos_token for problem in problems]
-    )["input_ids"]
-    pairs = zip(prompts, responses, strict=True)
-    width = max(len(prompt) + len(response) for prompt, response in pairs)
+    """Inputs and next-token labels, both int64 [len(problems), T], padded on the right; labels cover responses only.
+
+    In a conversation they cover the model's turns."""
+    conversations = worked(tokenizer, task, problems)
+    width = max(len(conversation.token_ids) for conversation in conversations)
     tokens = torch.full((len(problems), width), tokenizer.pad_token_id)
     labels = torch.full((len(problems), width), IGNORE_INDEX)
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        end = len(prompt) + len(response)
-        tokens[i, :end] = torch.tensor(prompt + response)
-        labels[i, len(prompt) : end] = torch.tensor(response)
+    for i, conversation in enumerate(conversations):
+        prompt = len(conversation.prompt_token_ids)
+        response = torch.tensor(conversation.response_token_ids)
+        end = prompt + len(response)
+        tokens[i, :end] = torch.tensor(conversation.token_ids)
+        labels[i, prompt:end] = response.masked_fill(~torch.tensor(conversation.mask), IGNORE_INDEX)
     return tokens[:, :-1], labels[:, 1:]
 
 

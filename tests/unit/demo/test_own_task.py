@@ -13,8 +13,9 @@ from checkout import ROOT
 from qarl.__main__ import main
 from qarl.config import load_config
 from qarl.data.rewards import get_reward_fn
-from qarl.demo.own_task import warn_if_far_below
-from qarl.demo.tiny_model import QUICKSTART, RECORD, Recipe
+from qarl.demo.own_task import WarmStart, load_task, warn_if_far_below
+from qarl.demo.tiny_model import QUICKSTART, RECORD, Recipe, make_tokenizer
+from qarl.demo.worked import worked
 
 PAGE = (ROOT / "docs/learn/own_task.md").read_text(encoding="utf-8")
 SMALL = ["steps=2", "train_size=40", "test_size=8"]
@@ -178,3 +179,42 @@ def test_wrong_arguments_are_refused(folder: Path, capsys: pytest.CaptureFixture
         (folder / "data").mkdir(exist_ok=True)
         assert main(["warm-start", *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_task_of_several_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/guessing_game.py: the worked game halves what is left, and the config holds conversations."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "guessing_game.py"
+    file.write_text((ROOT / "examples/guessing_game.py").read_text(encoding="utf-8"))
+    assert main(["warm-start", "guessing_game.py", *SMALL]) == 0
+    config = load_config(["config=guessing_game.yaml"])
+    assert config.rollout.environment == "guessing_game.py:environment"
+    assert config.reward.function == "environment"
+    assert config.multi_turn.max_assistant_turns == 11
+    task = load_task(WarmStart(file))
+    game = ("000000", 126)
+    assert task.turns(game) == ["250", "125", "187", "156", "140", "132", "128", "126"]
+    (conversation,) = worked(make_tokenizer(), task, [game])
+    said = [m["content"] for m in conversation.messages[2::2]]
+    assert said == ["lower", "higher", *["lower"] * 5]
+    assert conversation.rewards == [pytest.approx(1 - 7 / 12)]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return None", "earns nothing"),
+        ("return 7", "int is no message"),
+        ("return 1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_an_environment_that_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, words: str
+) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(
+        "def draw(rng): return rng.random()\ndef prompt(problem): return 'x'\n"
+        f"def answer(problem): return ['y']\ndef environment(messages, **_): {body}\n"
+    )
+    assert main(["warm-start", str(file), *SMALL]) == 2
+    assert words in capsys.readouterr().err

@@ -12,10 +12,12 @@ from qarl.data.ground_truths import judge
 from qarl.data.prompts import Prompt
 from qarl.data.reward_workers import InProcessReward
 from qarl.data.rewards import get_reward_fn
-from qarl.demo import tiny_model
+from qarl.demo import calculator, tiny_model
+from qarl.demo.worked import worked
 
 NAMES = ("column_addition", "addition_chain", "letter_sorting")
 LONG = NAMES[1:]
+CALCULATOR = tiny_model.TASKS["calculator"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,3 +71,49 @@ def test_the_config_fits_the_task(name: str, monkeypatch: pytest.MonkeyPatch) ->
         <= config.data.max_response_length
     )
     assert config.data.max_prompt_length + config.data.max_response_length <= 256
+
+
+def test_the_calculator_by_hand() -> None:
+    problem = (384, 571, 926, 108)
+    assert CALCULATOR.prompt_text(problem) == "384*571+926*108"
+    turns = CALCULATOR.turns(problem)
+    assert turns == ["384*571", "926*108", "219264+100008", "=319272"]
+    results = [calculator.calculated(turn) for turn in turns[:3]]
+    assert results == ["219264", "100008", "319272"]
+    assert [calculator.calculated(text) for text in ("3-12", "3/4", "1+2+3", "", "__import__('os')")] == [
+        "-9", "?", "?", "?", "?",
+    ]  # fmt: skip
+
+
+def test_worked_conversations_earn_the_reward_and_fit_the_config(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config(["config=calculator.yaml"])
+    problems = CALCULATOR.draw(200, random.Random(1), set())
+    conversations = worked(tiny_model.make_tokenizer(), CALCULATOR, problems)
+    for problem, conversation in zip(problems, conversations, strict=True):
+        assert conversation.rewards == [1.0]
+        assert conversation.messages[-1]["content"] == CALCULATOR.response_text(problem)
+        assert len(conversation.turns) == 4 <= config.multi_turn.max_assistant_turns
+    longest = max(len(each.response_token_ids) for each in conversations)
+    room = 2 * longest // 4  # for two wrong calls
+    assert longest + room <= config.data.max_response_length
+    assert (
+        max(len(each.prompt_token_ids) for each in conversations) <= config.data.max_prompt_length
+    )
+    recipe = tiny_model.Recipe.of(CALCULATOR)
+    assert str(recipe.output) == config.model.path
+    assert config.reward.function == "environment"
+    assert config.rollout.environment == f"{calculator.answer.__module__}:answer"
+
+
+def test_labels_are_the_models_turns() -> None:
+    tokenizer = tiny_model.make_tokenizer()
+    (problem,) = CALCULATOR.draw(1, random.Random(3), set())
+    tokens, labels = tiny_model.make_batch(tokenizer, [problem], CALCULATOR)
+    taught = tokenizer.decode(labels[0][labels[0] != tiny_model.IGNORE_INDEX])
+    assert taught == "".join(f"{turn}<|eos|>" for turn in CALCULATOR.turns(problem))
+    read = tokenizer.decode(tokens[0])
+    results = [calculator.calculated(turn) for turn in CALCULATOR.turns(problem)[:3]]
+    assert [part.split("<|assistant|>")[0] for part in read.split("<|user|>")[2:]] == results

@@ -47,7 +47,7 @@ SHAPES: dict[str, list[tuple[str, list[Message]]]] = {
     "an empty answer": [("calc", [tool("")]), ("51", [])],
     "white space": [("calc ", [user("\n 51 \n")]), (" 51", [])],
     "special text": [("don't", [user("na\u00efve \u4f60")]), ("51", [])],
-    "cut in an answer": [("calc 17*3", [user("51 " * 40)]), ("51", [])],
+    "cut in an answer": [("calc 17*3", [user("51 " * 120)]), ("51", [])],
 }
 
 
@@ -57,7 +57,7 @@ def test_verl_has_the_same_ids_and_masks(tmp_path: Path, name: str) -> None:
 
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(save_chat_tokenizer(tmp_path))
     tokenizer.chat_template = TEMPLATE
-    limits = Limits(turns=9, response=90, characters=10_000)
+    limits = Limits(turns=9, response=300, characters=10_000)
     builder = QwenContinuousTokenBuilder(tokenizer)
     frame = ChatFrame(tokenizer, [tokenizer.eos_token_id])
     theirs = builder.build_initial_tokens(ASKED)

@@ -1,6 +1,6 @@
 """Write a small vLLM for one kind of GPU: its machine code stays, that of other GPUs is dropped.
 
-    python scripts/strip_vllm.py vllm-0.24.0-cp38-abi3-manylinux_2_28_x86_64.whl vllm_hopper.tar.xz
+    python scripts/strip_vllm.py WHEEL vllm_hopper.tar.xz
     python scripts/strip_vllm.py .venv-gpu/lib/python3.11/site-packages vllm_hopper.tar.xz --no-ptx
 
 For a machine that no network and only small transfers reach. vLLM's libraries hold each kernel for six and more

@@ -7,10 +7,11 @@ name. But a call with another tile, or with more rows, has another number of til
 rows there is a call whose sums are whole, and `plan` finds the fastest one by an estimate.
 
 CUTLASS's rule is in `select_decomposition_mode` and `get_num_sk_tiles` of cutlass/gemm/kernel/tile_scheduler_params.h
-(release 4.4.2, with which vLLM 0.24.0 is built). With T tiles and 132 multiprocessors, each of which takes one tile at
-a time, sums are whole if the last wave is full (T % 132 == 0) or at least half full (2 (T % 132) >= 132), or if there
-is little to split (at most 8 blocks of 64 of K). `tests/unit/kernels/test_machete_schedules.py` compares `whole` with
-what CUTLASS's own header computes. That whole sums have equal bits with any schedule was not tested on a GPU.
+(release 4.4.2, with which the vLLM of requirements/gpu.lock is built). With T tiles and 132 multiprocessors, each of
+which takes one tile at a time, sums are whole if the last wave is full (T % 132 == 0) or at least half full (2 (T %
+132) >= 132), or if there is little to split (at most 8 blocks of 64 of K).
+`tests/unit/kernels/test_machete_schedules.py` compares `whole` with what CUTLASS's own header computes. That whole sums
+have equal bits with any schedule was not tested on a GPU.
 
 Machete multiplies weights [N, K] by rows [M, K]. A tile has `channels` of N and `rows` of M. This module has no torch.
 """

@@ -7,6 +7,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Collection
+from typing import Any
 
 os.environ.pop(
     "TRITON_INTERPRET", None
@@ -82,12 +83,8 @@ def label(entry: AotKernel, config: AotConfig) -> str:
     return f"{full_name(entry)}[{pointers}][{constants}] warps={config.num_warps} stages={config.num_stages}"
 
 
-def compile_kernel(entry: AotKernel, config: AotConfig, target: int) -> Row:
-    """Compile for compute capability `target` (80, 90, 100, 120). Raise what Triton or ptxas raise.
-
-    `spill_bytes`: registers that are stored to the stack. A stack alone is no spill: the assembler for Blackwell
-    reserves 8 bytes for a kernel with TMA.
-    """
+def compiled(entry: AotKernel, config: AotConfig, target: int) -> Any:
+    """Compile for compute capability `target` (80, 90, 100, 120). Raise what Triton or ptxas raise."""
     names = entry.kernel.arg_names
     types = {
         name: "constexpr" if name in config.constexprs else entry.signature[name] for name in names
@@ -103,10 +100,29 @@ def compile_kernel(entry: AotKernel, config: AotConfig, target: int) -> Row:
         "num_stages": config.num_stages,
         "enable_fp_fusion": False,
     }
-    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-    ptx = compiled.asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+
+def sum_layout(entry: AotKernel, config: AotConfig, target: int) -> list[str]:
+    """Return how a kernel's sums are spread over threads: the types of their operands, with the layouts written out.
+
+    Two kernels with the same layouts add in the same order."""
+    text = compiled(entry, config, target).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\S+<.*>)$", text, re.MULTILINE))
+    types = re.findall(r"^ *\}\) : \((tensor<.*>)\) ->", text, re.MULTILINE)
+    return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), kind) for kind in types]
+
+
+def compile_kernel(entry: AotKernel, config: AotConfig, target: int) -> Row:
+    """Compile for compute capability `target`, and return what the kernel needs.
+
+    `spill_bytes`: registers that are stored to the stack. A stack alone is no spill: the assembler for Blackwell
+    reserves 8 bytes for a kernel with TMA.
+    """
+    kernel = compiled(entry, config, target)
+    ptx = kernel.asm["ptx"]
     line = _tool(
-        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage"], compiled.asm["cubin"], ".cubin"
+        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage"], kernel.asm["cubin"], ".cubin"
     )
     usage = {
         key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", line)
@@ -119,7 +135,7 @@ def compile_kernel(entry: AotKernel, config: AotConfig, target: int) -> Row:
     return {
         "registers": usage["REG"],
         "spill_bytes": spilled,
-        "shared_bytes": compiled.metadata.shared + usage["SHARED"],
+        "shared_bytes": kernel.metadata.shared + usage["SHARED"],
         "tensor_core": next(
             (name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in ptx), None
         ),

@@ -21,6 +21,8 @@ from qarl.kernels.triton.experts import (
     grouped_w4a16_kernel,
     swiglu_backward_kernel,
 )
+from qarl.kernels.triton.norm_widths import VECTOR
+from qarl.kernels.triton.norms import norm_tile, rms_norm_backward_kernel, rms_norm_kernel
 from qarl.kernels.triton.quantize import (
     WEIGHT_TILE,
     codes_from_marlin_kernel,
@@ -245,6 +247,24 @@ def _between_products() -> Iterator[AotKernel]:
     yield AotKernel(clear_unused_kernel, types, (AotConfig({"BLOCK": 1024}),), ("size", "programs"))
 
 
+def _norms() -> Iterator[AotKernel]:
+    """Heads of 128, and the widths of models of 0.5B, 8B and 70B. Strides are not specialized, so not divisible."""
+    pointers = ("x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "total_ptr", "grad_ptr", "dx_ptr")
+    types = {**dict.fromkeys(pointers, "*bf16"), "dw_ptr": "*fp32", "epsilon": "fp32"}
+    widths = (128, 896, 4096, 8192)
+    forward = [{"VECTOR": VECTOR, "RESIDUAL": residual} for residual in (False, True)]
+    backward = [{"WEIGHT": weight} for weight in (False, True)]
+    for kernel, flags in ((rms_norm_kernel, forward), (rms_norm_backward_kernel, backward)):
+        yield AotKernel(
+            kernel, types, tuple(_norm(width, more) for width in widths for more in flags)
+        )
+
+
+def _norm(width: int, more: Mapping[str, Any]) -> AotConfig:
+    rows, block, warps = norm_tile(width)
+    return AotConfig({"COLS": width, "ROWS": rows, "BLOCK": block, **more}, num_warps=warps)
+
+
 def _publish() -> Iterator[AotKernel]:
     """Codes out of Marlin's layout, and checksums of words without floats, BF16 and FP32.
 
@@ -271,5 +291,5 @@ KERNELS: list[AotKernel] = [
     _w4a16(w4a16_backward_kernel, ("w4a16_backward",), "EVEN_N", ("K", "stride_gm")),
     _w4a16(grouped_w4a16_kernel, ("grouped_w4a16",), "EVEN_K", ("N", "K", "stride_xm"), SIZE=128),
     _w4a16(grouped_w4a16_backward_kernel, ("grouped_w4a16_backward",), "EVEN_N", ("N", "K", "stride_gm"), SIZE=128),
-    *_scaled_mm(), *_grouped(), *_quantize(), *_between_products(), *_publish(),
+    *_scaled_mm(), *_grouped(), *_quantize(), *_between_products(), *_norms(), *_publish(),
 ]  # fmt: skip

@@ -1,13 +1,14 @@
-"""Level `model` on NVIDIA GPUs: vLLM's operators in the trainer's forward, with backwards in PyTorch.
+"""Level `model` on NVIDIA GPUs: the engine's operators in the trainer's forward, with their gradients.
 
-    norms        vLLM's `rms_norm` and `fused_add_rms_norm`. transformers adds residuals in BF16, as vLLM does on a GPU
+    norms        QaRL's kernel (`qarl.kernels.triton.norms`), which the engine runs too, because vLLM's own norms sum in
+                 an order that depends on the number of rows. transformers adds residuals in BF16, as the engine does
     rotary       transformers' formula on FP32 copies of vLLM's cosines and sines. Products of BF16 numbers are exact in
                  FP32, so this is vLLM's operator bit for bit
     SwiGLU       vLLM's `silu_and_mul`
     attention    vLLM's FlashAttention 3 with one split (`qarl.kernels.cuda.layer_ops`)
     lm_head      `F.linear` in BF16, as at all levels
 
-`qarl.kernels.cuda.layer_ops` says what each operator rounds, and an H200 has confirmed it. For head sizes outside
+`qarl.kernels.cuda.layer_ops` says what each operator rounds, and what a GPU has confirmed. For head sizes outside
 `layer_ops.HEAD_SIZES`, for rollout.enforce_eager=true, in both backends, and with adapters, the level is `unconfirmed`:
 it runs, but nothing is claimed about its δ, and the limit on the mismatch is that of `linears`.
 
@@ -40,6 +41,7 @@ from qarl.align.rotary import EngineRotaryEmbedding, Turns, head_size_of
 from qarl.families import family_of
 from qarl.kernels.cpu import layer_ops as cpu_ops
 from qarl.kernels.cuda import layer_ops
+from qarl.kernels.triton import norm_widths
 
 CUDA_ATTENTION = "qarl_cuda"
 
@@ -53,7 +55,8 @@ def unavailable_on_cuda(config: Any, capability: tuple[int, int] | None) -> str 
         return (
             f"calls FlashAttention 3, which has no heads of {size}: vLLM chooses another attention"
         )
-    return layer_ops.attention_unavailable(capability)
+    why_not = norm_widths.unavailable(config.hidden_size) or norm_widths.unavailable(size)
+    return why_not or layer_ops.attention_unavailable(capability)
 
 
 def unconfirmed_on_cuda(config: Any, *, eager: bool, adapters: bool = False) -> str | None:
@@ -66,7 +69,7 @@ def unconfirmed_on_cuda(config: Any, *, eager: bool, adapters: bool = False) -> 
     names = layer_ops.unconfirmed()
     if names:
         reasons.append(
-            f"no GPU has confirmed how vLLM rounds in {', '.join(names)}, so no mismatch is promised; "
+            f"no GPU has confirmed what the engine computes in {', '.join(names)}, so no mismatch is promised; "
             "scripts/gpu_check.sh compares them"
         )
     size = head_size_of(config)
@@ -89,37 +92,27 @@ def align_layers(model: Any) -> dict[str, int]:
     align_module(base.rotary_emb, CudaRotaryEmbedding)
     base.rotary_emb.turns = None
     norms = 1
-    _align_norm(base.norm, after_sum=True)
-    for number, layer in enumerate(base.layers):
+    align_module(base.norm, CudaRMSNorm)
+    for layer in base.layers:
         align_module(layer, CudaDecoderLayer)
         align_module(layer.mlp, CudaMLP)
-        _align_norm(layer.input_layernorm, after_sum=number > 0)
-        _align_norm(layer.post_attention_layernorm, after_sum=True)
         head_norms = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
         head_norms = [norm for norm in head_norms if norm is not None]
-        for norm in head_norms:
-            _align_norm(norm, after_sum=False)
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm, *head_norms):
+            align_module(norm, CudaRMSNorm)
         norms += 2 + len(head_norms)
     kinds = ("decoder layers (rotary)", "MLPs", f"attentions ({CUDA_ATTENTION})")
     return {**dict.fromkeys(kinds, len(base.layers)), "norms": norms}
 
 
-def _align_norm(norm: Any, after_sum: bool) -> None:
-    align_module(norm, CudaRMSNorm)
-    norm.after_sum = after_sum
-
-
 class CudaRMSNorm(nn.Module):
-    """RMSNorm by vLLM's operator. `after_sum`: whether the input is the sum of a residual addition. BF16 [..., K]."""
+    """RMSNorm by the kernel that the engine runs too, BF16 [..., K] -> BF16 [..., K]."""
 
     weight: nn.Parameter
     variance_epsilon: float
-    after_sum: bool
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        output: Tensor = _Norm.apply(
-            hidden_states, self.weight, self.variance_epsilon, self.after_sum
-        )
+        output: Tensor = _Norm.apply(hidden_states, self.weight, self.variance_epsilon)
         return output
 
 
@@ -165,24 +158,19 @@ class CudaRotaryEmbedding(EngineRotaryEmbedding):
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, after_sum: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.epsilon = epsilon
-        return layer_ops.rms_norm(x, weight, epsilon, after_sum=after_sum)
+        return layer_ops.rms_norm(x, weight, epsilon)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        value = x.float()
-        grad = grad_outputs[0].float()
-        scale = torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + ctx.epsilon)
-        value = value * scale
-        of_value = grad * weight.float()
-        mean = (of_value * value).mean(-1, keepdim=True)
-        grad_x = scale * (of_value - value * mean)
-        grad_weight = (grad * value).flatten(0, -2).sum(0)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
+        grad_x, grad_weight = layer_ops.rms_norm_backward(
+            grad_outputs[0], x, weight, ctx.epsilon, weight_too=ctx.needs_input_grad[1]
+        )
+        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
 class _SiluAndMul(torch.autograd.Function):

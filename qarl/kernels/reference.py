@@ -18,6 +18,9 @@ The CPU functions follow vLLM's oneDNN operator `dynamic_scaled_int8_quant` and 
 functions follow csrc/quantization/w8a8/int8/scaled_quant.cu and w8a8/fp8/common.cu, and are the reference for the
 Triton kernels. A row of zeros gives zeros, and its int8 scale is 0. compressed-tensors computes scales differently, but
 the engine does not run compressed-tensors.
+
+`rms_norm` rounds as vLLM's CUDA operator of that name: FP32 throughout, and once to BF16
+(csrc/libtorch_stable/layernorm_kernels.cu). `qarl.kernels.triton.norms` is its kernel.
 """
 
 from __future__ import annotations
@@ -74,6 +77,40 @@ def quantize_fp8_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Round silu(gate) to BF16, then multiply by up, as vLLM's `silu_and_mul` does. All tensors are BF16 [M, K]."""
     return F.silu(gate) * up
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Return x / sqrt(mean(x**2) + epsilon) * weight, rounded once. BF16 [..., K] and [K] -> BF16 [..., K]."""
+    return (x.float() * _norm_scale(x, epsilon) * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of the rounded sum x + residual, and the sum. All tensors are BF16 [..., K] or [K]."""
+    total = x + residual
+    return rms_norm(total, weight, epsilon), total
+
+
+def rms_norm_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    *,
+    weight_too: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return dX BF16 [..., K], and dW FP32 [K] or None, as `qarl.kernels.triton.norms.rms_norm_backward`."""
+    scale = _norm_scale(x, epsilon)
+    normal = x.float() * scale
+    of_normal = grad.float() * weight.float()
+    grad_x = scale * (of_normal - normal * (of_normal * normal).mean(-1, keepdim=True))
+    grad_weight = (grad.float() * normal).flatten(0, -2).sum(0) if weight_too else None
+    return grad_x.to(x.dtype), grad_weight
+
+
+def _norm_scale(x: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
 
 
 class _Reference(LinearKernel):

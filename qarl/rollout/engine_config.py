@@ -166,10 +166,12 @@ def llm_arguments(config: EngineConfig, *, statistics: bool = True) -> dict[str,
             arguments["enable_prefix_caching"] = config.enable_prefix_caching
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.free_cache_engine
-        if not eager(config.enforce_eager):
-            arguments |= graph_arguments(
-                config.scheme, aligned=config.aligned, kernels=config.kernels
-            )
+        arguments |= operator_arguments(
+            config.scheme,
+            aligned=config.aligned,
+            eager=eager(config.enforce_eager),
+            kernels=config.kernels,
+        )
     else:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
         # A chunked prefill does not give the same bits as a whole one. Also, on a CPU a request with a seed
@@ -256,14 +258,15 @@ GRAPHS: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_mode": "F
 """vLLM's arguments for CUDA graphs of decode steps without compilation (mode 0). Both supported releases have them."""
 
 
-def graph_arguments(
-    scheme: Scheme, *, aligned: bool, kernels: KernelChoice = KernelChoice.ENGINE
+def operator_arguments(
+    scheme: Scheme, *, aligned: bool, eager: bool, kernels: KernelChoice = KernelChoice.ENGINE
 ) -> dict[str, Any]:
-    """Return vLLM's arguments for CUDA graphs. `aligned`: whether the trainer follows the engine's operators (levels
-    `model` and `exact`). `kernels`: a value of `quant.kernels`; the compiler does not know QaRL's own."""
-    if aligned:
-        return ENGINE_ARGUMENTS
-    return GRAPHS if scheme.input_activations is not None or not kernels.by_engine else {}
+    """Return vLLM's arguments on a GPU that decide which operators it runs. `aligned`: whether the trainer follows the
+    engine's operators (levels `model` and `exact`). `eager`: whether it runs without CUDA graphs and compilation.
+    `kernels`: a value of `quant.kernels`; the compiler does not know QaRL's own."""
+    arguments = dict(ENGINE_ARGUMENTS) if aligned else {}
+    compiled = scheme.input_activations is None and kernels.by_engine and not aligned
+    return arguments if eager or compiled else arguments | GRAPHS
 
 
 _BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"

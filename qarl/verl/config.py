@@ -29,7 +29,7 @@ from qarl.process import VLLM_ENVIRONMENT, waiting_threads
 from qarl.progress import live
 from qarl.quant.meta_model import meta_model
 from qarl.rollout.adapter_spec import AdapterSpec
-from qarl.rollout.engine_config import graph_arguments
+from qarl.rollout.engine_config import operator_arguments
 from qarl.rollout.vllm_plugin import experts_of
 from qarl.schemes import get_scheme
 from qarl.tbpo.config import KEYS
@@ -278,10 +278,14 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         # vLLM's default. verl's default is a separate worker process, which starts only after the engine's.
         keys[f"+{root}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
-    if not on_cpu and not rollout.enforce_eager:
+    if not on_cpu:
         # At the levels above `linears` the trainer can follow only engines with these arguments.
-        aligned = planned_level(config, on_cpu).follows_engine
-        arguments = graph_arguments(scheme, aligned=aligned, kernels=config.quant.kernels)
+        arguments = operator_arguments(
+            scheme,
+            aligned=planned_level(config, on_cpu).follows_engine,
+            eager=bool(rollout.enforce_eager),
+            kernels=config.quant.kernels,
+        )
         keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in arguments.items()}
     if config.lora.r and (hf_config := hf_config_of(config)) is not None:
         model = meta_model(hf_config, trust_remote_code=config.model.trust_remote_code)

@@ -13,10 +13,17 @@ import torch
 from gpu_lock import pretend, required
 from random_models import save_random_model
 
+from qarl.errors import UserError
+from qarl.kernels import reference
 from qarl.kernels.cuda import layer_ops
 from qarl.quant import get_scheme
+from qarl.rollout.engine_config import operator_arguments
+from qarl.rollout.vllm_plugin import check_norms_loaded
 
 required()
+
+ALIGNED = operator_arguments(get_scheme("w8a8"), aligned=True, eager=False)
+EAGER = operator_arguments(get_scheme("w8a8"), aligned=True, eager=True) | {"enforce_eager": True}
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +70,8 @@ def test_the_operators_and_their_arguments_exist() -> None:
 def test_the_engines_arguments_give_vllms_operators_and_graphs(folder: Path) -> None:
     from vllm.config import CompilationMode, CUDAGraphMode
 
-    config = engine_config(folder, **layer_ops.ENGINE_ARGUMENTS)
+    check_norms_loaded()
+    config = engine_config(folder, **ALIGNED)
     compilation = config.compilation_config
     assert compilation.mode == CompilationMode.NONE
     assert (
@@ -71,29 +79,70 @@ def test_the_engines_arguments_give_vllms_operators_and_graphs(folder: Path) -> 
         and "all" in compilation.custom_ops
     )
     assert compilation.max_cudagraph_capture_size == 512
-    for operator in ("rms_norm", "fused_add_rms_norm"):
-        assert getattr(config.kernel_config.ir_op_priority, operator)[0] == "vllm_c"
+    eager = engine_config(folder, **EAGER)
+    assert eager.compilation_config.mode == CompilationMode.NONE
+    for operator in layer_ops.NORMS:
+        for priority in (config, eager):
+            names = getattr(priority.kernel_config.ir_op_priority, operator)
+            assert names[:2] == [layer_ops.NORM_PROVIDER, "vllm_c"]
     assert config.model_config.disable_cascade_attn
     assert config.use_v2_model_runner  # whose log-softmax the contract names
     # By default Inductor compiles PyTorch's formulas instead.
     assert engine_config(folder).kernel_config.ir_op_priority.rms_norm[0] == "native"
 
 
+def test_vllms_norms_run_ours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's layer, alone, behind a residual addition, and on heads within the product of q, k and v."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    from qarl.kernels.triton import norms
+    from qarl.rollout.vllm_plugin.cuda_norms import check_norms
+
+    calls: list[tuple[torch.Size, bool]] = []
+
+    def alone(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        calls.append((x.shape, x.is_contiguous()))
+        return reference.rms_norm(x, weight, epsilon)
+
+    def behind_sum(
+        x: torch.Tensor, residual: torch.Tensor, *operands: Any, in_place: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert in_place
+        calls.append((x.shape, x.is_contiguous()))
+        return reference.add_rms_norm(x, residual, *operands)
+
+    monkeypatch.setattr(norms, "rms_norm", alone)
+    monkeypatch.setattr(norms, "add_rms_norm", behind_sum)
+    check_norms_loaded()
+    config = engine_config(folder, **ALIGNED)
+    x, residual = (torch.randn(5, 64).bfloat16() for _ in range(2))
+    with set_current_vllm_config(config), config.kernel_config.ir_op_priority.set_priority():
+        check_norms()
+        norm, head_norm = (RMSNorm(size, dtype=torch.bfloat16) for size in (64, 16))
+        assert torch.equal(norm(x), reference.rms_norm(x, norm.weight, 1e-6))
+        expected = reference.add_rms_norm(x, residual, norm.weight, 1e-6)
+        assert all(map(torch.equal, norm(x.clone(), residual.clone()), expected))
+        heads = x[:, :32].view(5, 2, 16)
+        assert torch.equal(head_norm(heads), reference.rms_norm(heads, head_norm.weight, 1e-6))
+        assert calls == [((5, 64), True), ((5, 64), True), ((5, 2, 16), False)]
+        with pytest.raises(
+            NotImplementedError, match="_C::rms_norm"
+        ):  # vLLM's own, on the GPU alone
+            norm.float()(x.float())
+        assert len(calls) == 3
+    with pytest.raises(UserError, match="another rms_norm than the trainer"):
+        check_norms()
+
+
 @pytest.mark.parametrize(
     ("arguments", "tokens", "splits"),
     [
-        (layer_ops.ENGINE_ARGUMENTS, 8, 1),
-        (layer_ops.ENGINE_ARGUMENTS, 512, 1),
-        (layer_ops.ENGINE_ARGUMENTS, 513, 0),
-        ({"compilation_config": layer_ops.ENGINE_ARGUMENTS["compilation_config"]}, 8, 32),
-        (
-            {
-                "enforce_eager": True,
-                "attention_config": layer_ops.ENGINE_ARGUMENTS["attention_config"],
-            },
-            8,
-            0,
-        ),
+        (ALIGNED, 8, 1),
+        (ALIGNED, 512, 1),
+        (ALIGNED, 513, 0),
+        ({"compilation_config": ALIGNED["compilation_config"]}, 8, 32),
+        (EAGER, 8, 0),
     ],
     ids=["decode", "largest graph", "large step", "default", "eager"],
 )

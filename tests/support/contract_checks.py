@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from qarl.align import cuda, packed_attention
+from qarl.kernels import reference
 from qarl.kernels.cuda import layer_ops
 
 TILE = 128
@@ -56,14 +57,6 @@ def vllm_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return norm and sum as vLLM's `fused_add_rms_norm` does. All tensors are BF16; x and residual are [..., K]."""
-    total = x + residual
-    return rms_norm_reference(total, weight, epsilon), total
-
-
 def rotary_reference(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
     """Rotate x BF16 [T, heads, D] by cosines and sines BF16 [T, D / 2], as vLLM's `rotary_embedding` does."""
     first, second = x.float().chunk(2, dim=-1)
@@ -87,13 +80,6 @@ def log_softmax_reference(
         total += block.sum(-1, keepdim=True)
     chosen = scaled.gather(-1, tokens[:, None])
     return (chosen - largest - total.log())[:, 0]
-
-
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Do the same as `rms_norm`, in PyTorch: the product of three FP32 numbers is rounded once."""
-    total = x.float()
-    scale = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + epsilon)
-    return (total * scale * weight.float()).to(x.dtype)
 
 
 def silu_and_mul_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -154,10 +140,9 @@ def _varlen_attention(
 
 
 def stand_in_for_vllm(monkeypatch: Any) -> None:
-    """Let level `model` of a GPU run on a CPU: PyTorch functions take the place of vLLM's operators."""
-    monkeypatch.setattr(
-        layer_ops, "rms_norm", lambda *arguments, after_sum: rms_norm_reference(*arguments)
-    )
+    """Let level `model` of a GPU run on a CPU: PyTorch functions take the place of the engine's operators."""
+    monkeypatch.setattr(layer_ops, "rms_norm", reference.rms_norm)
+    monkeypatch.setattr(layer_ops, "rms_norm_backward", reference.rms_norm_backward)
     monkeypatch.setattr(layer_ops, "silu_and_mul", silu_and_mul_reference)
     monkeypatch.setattr(layer_ops, "flash_attention", flash_attention)
     monkeypatch.setattr(cuda, "varlen_attention", _varlen_attention)

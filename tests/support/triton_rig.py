@@ -58,6 +58,20 @@ def compile_for(target: int, *, whole: bool = True) -> dict[str, Any]:
     return dict(zip(("kernels", "labels", "resources"), json.loads(run.stdout), strict=True))
 
 
+def sum_layouts(kernel: str, target: int, constants: str) -> list[list[str]]:
+    """How the sums of each configuration of a kernel with `constants` in its label are spread over threads."""
+    program = (
+        "import json; from benchmarks.proofs import triton_aot; "
+        f"found = [triton_aot.sum_layout(*value, {target}) "
+        f"for label, value in triton_aot.configurations({target}).items() "
+        f"if label.startswith({kernel!r} + '[') and {constants!r} in label]; print(json.dumps(found))"
+    )
+    run = _run([sys.executable, "-c", program], {})
+    assert run.returncode == 0, run.stderr[-3000:]
+    layouts: list[list[str]] = json.loads(run.stdout)
+    return layouts
+
+
 def entry_kernels() -> set[str]:
     """Every `@triton.jit` function that no other one calls, as module.function, read from the sources of the package.
 

@@ -1,20 +1,19 @@
-"""vLLM's CUDA operators of a decoder layer.
+"""The CUDA operators of a decoder layer that engine and trainer both run.
 
-    rms_norm            `rms_norm`, or `fused_add_rms_norm` behind a residual addition
-    silu_and_mul        `silu_and_mul`
-    flash_attention     FlashAttention 3, with pages of keys and values, and one split
+    rms_norm            QaRL's (`qarl.kernels.triton.norms`), because a row of vLLM's depends on the number of rows
+    silu_and_mul        vLLM's `silu_and_mul`
+    flash_attention     vLLM's FlashAttention 3, with pages of keys and values, and one split
 
 A contract (docs/understand/cuda.md) says which intermediate results are BF16 and which are FP32. The checks in
 tests/support/contract_checks.py follow the contracts in PyTorch, so that the level can be tested without a GPU. The
 contracts are read from the source of the release in requirements/gpu.lock.
 
 Equal contracts do not mean equal bits: a contract leaves the order of FP32 sums open. So `quant.align=model` on a GPU
-calls vLLM's operators, and the contracts say what to expect from them. Only a device can confirm that: `CONTRACTS`
-names the results. An operator without a file makes the level unconfirmed, in the log and the doctor.
+calls the engine's operators, and the contracts say what to expect from them. Only a device can confirm that:
+`CONTRACTS` names the results. An operator without a file makes the level unconfirmed, in the log and the doctor.
 
-The two norms sum squares in different orders. A decoder layer of transformers has added the residual already when it
-calls its norm. vLLM's operator adds zeros to this sum then, which gives the bits that it gives for the two parts,
-because it normalises their rounded sum.
+A decoder layer of transformers has added the residual already when it calls its norm. The engine adds it in the norm's
+operator, which normalises the rounded sum. So both get the same bits from one kernel.
 
 The engine's attention reads a paged cache. Its kernel for pages of 16 tokens has tiles of 128 keys, both in a prefill
 and in a decode step, for heads of 96 and 128; with heads of 256 both give the same bits, too. The kernel for contiguous
@@ -39,31 +38,34 @@ import torch
 from qarl.kernels.base import upload
 from qarl.process import configure_vllm_process, vllm_missing
 
+NORM_PROVIDER = "qarl"
+"""The name under which vLLM knows QaRL's RMSNorm (`qarl.rollout.vllm_plugin.cuda_norms`)."""
+NORMS = ("rms_norm", "fused_add_rms_norm")
+"""vLLM's operators that it replaces."""
 ENGINE_ARGUMENTS: dict[str, Any] = {
-    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
+    "ir_op_priority": {name: [NORM_PROVIDER] for name in NORMS},
 }
-"""vLLM's arguments that make its engine run these operators, with CUDA graphs for decode steps.
+"""vLLM's arguments that make its engine run these operators, beside those that keep it from compiling
+(`qarl.rollout.engine_config.GRAPHS`): compiled models have PyTorch's formulas, which round differently.
 
-`mode` 0 is no compilation. With the default, Inductor compiles PyTorch's formulas, which round differently.
-The other setting is one split in attention. vLLM reads it only if it captures whole steps, and if a step has at
-most `max_cudagraph_capture_size` tokens (by default twice max_num_seqs, at most 512). In larger steps a heuristic of
-FlashAttention chooses: one split for up to 512 keys, and whenever the queries fill the GPU. So prompts have one split.
-With rollout.enforce_eager=true no setting gives one split except VLLM_BATCH_INVARIANT. That replaces operators of the
-whole process, so it needs an engine in a separate process, as in verl.
+`ir_op_priority` puts QaRL's norms before vLLM's. The other setting is one split in attention. vLLM reads it only if it
+captures whole steps, and if a step has at most `max_cudagraph_capture_size` tokens (by default twice max_num_seqs, at
+most 512). In larger steps a heuristic of FlashAttention chooses: one split for up to 512 keys, and whenever the queries
+fill the GPU. So prompts have one split. With rollout.enforce_eager=true no setting gives one split except
+VLLM_BATCH_INVARIANT. That replaces operators of the whole process, so it needs an engine in a separate process, as in
+verl.
 """
 
-
 CONTRACTS = {
-    "rms_norm": "gpu_check_2026-11-27.json",
-    "fused_add_rms_norm": "gpu_check_2026-11-27.json",
+    "QaRL's rms_norm": "",
     "rotary_embedding": "gpu_check_2026-11-27.json",
     "silu_and_mul": "gpu_check_2026-11-27.json",
     "FlashAttention 3, one split": "gpu_check_2026-11-27.json",
     "F.linear, cuBLAS": "gpu_check_2026-11-27.json",
     "compute_token_logprobs": "gpu_check_2026-11-27.json",
 }
-"""vLLM's operator -> the file under benchmarks/results in which a device has confirmed its contract, or empty.
+"""The engine's operator -> the file under benchmarks/results in which a device has confirmed its contract, or empty.
 docs/understand/cuda.md has the contracts: what each operator rounds, and what that leaves open."""
 
 
@@ -72,7 +74,7 @@ def unconfirmed() -> tuple[str, ...]:
     return tuple(operator for operator, file in CONTRACTS.items() if not file)
 
 
-OPERATORS = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding")
+OPERATORS = ("silu_and_mul", "rotary_embedding")
 
 
 @cache
@@ -87,21 +89,20 @@ def unavailable() -> str | None:
     return f"this vLLM build has no {', '.join(missing_ops)}" if missing_ops else None
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, after_sum: bool
-) -> torch.Tensor:
-    """Return the norm of x BF16 [..., K] with weight BF16 [K], as BF16.
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Return the norm of x BF16 [..., K] with weight BF16 [K], as BF16. Behind a residual addition x is the sum."""
+    from qarl.kernels.triton import norms
 
-    `after_sum`: whether x is the sum of a residual addition, which the engine computes in the norm's operator.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    if after_sum:
-        out = rows.clone()  # the operator writes into its operands
-        torch.ops._C.fused_add_rms_norm(out, torch.zeros_like(rows), weight, epsilon)
-    else:
-        out = torch.empty_like(rows)
-        torch.ops._C.rms_norm(out, rows.contiguous(), weight, epsilon)
-    return out.view(x.shape)
+    return norms.rms_norm(x, weight, epsilon)
+
+
+def rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, weight_too: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return dX BF16 [..., K], and dW FP32 [K], or None without `weight_too`."""
+    from qarl.kernels.triton import norms
+
+    return norms.rms_norm_backward(grad, x, weight, epsilon, weight_too=weight_too)
 
 
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,8 @@ On a CPU, the plugin adds four things that vLLM lacks:
 
 On other devices, vLLM's own backends serve experts.
 
+On a GPU, it adds QaRL's own norms, which an engine uses only at level `model` (`cuda_norms.py`).
+
 On every device, the plugin also registers two things:
 
 - QaRL's own linear kernels, which an engine uses only if `quant.kernels` asks for them (`own_linears.py`).
@@ -39,6 +41,7 @@ _TRANSFER_CLASSES = ("QaRLTransferEngine", "QaRLTrainerTransfer")
 _CALLED = "vLLM has not called it"
 _why_not: dict[str, str | None] = {
     "own_linears": _CALLED,
+    "cuda_norms": _CALLED,
     "cpu_experts": _CALLED,
     "cpu_bf16_linears": _CALLED,
 }
@@ -59,7 +62,7 @@ def register() -> None:
         if why_not is None:
             continue
         try:
-            if not module.startswith("cpu_") or current_platform.is_cpu():
+            if _serves(module, current_platform):
                 importlib.import_module(f"{__name__}.{module}").register()
             _why_not[module] = None
         except (ImportError, AttributeError, TypeError, AssertionError) as error:
@@ -68,12 +71,24 @@ def register() -> None:
             )
 
 
+def _serves(module: str, platform: Any) -> bool:
+    """Return whether a module of the plugin is for vLLM's platform here."""
+    device = module.partition("_")[0]
+    return {"cpu": platform.is_cpu(), "cuda": platform.is_cuda()}.get(device, True)
+
+
 def check_linears_loaded(kernels: KernelChoice) -> None:
     """Raise UserError if `quant.kernels` asks for QaRL's own kernels and they are not registered in this process."""
     if not kernels.by_engine and _loaded("own_linears") is not None:
         raise _error(
             "own_linears", "vLLM runs without QaRL's linear kernels", f"quant.kernels={kernels}, "
         )
+
+
+def check_norms_loaded() -> None:
+    """Raise UserError if the engine shall run the norms that the trainer follows, and they are not registered."""
+    if _loaded("cuda_norms") is not None:
+        raise _error("cuda_norms", "vLLM runs without QaRL's norms", "quant.align=model on a GPU, ")
 
 
 def check_loaded(hf_config: Any) -> None:

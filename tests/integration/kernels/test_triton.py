@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton_rig import KERNEL_TESTS, ROOT, SHARED_LIMIT, compile_for, entry_kernels, run_interpreted
+from triton_rig import (
+    KERNEL_TESTS,
+    ROOT,
+    SHARED_LIMIT,
+    compile_for,
+    entry_kernels,
+    run_interpreted,
+    sum_layouts,
+)
 
 pytestmark = pytest.mark.compiles
 
@@ -70,3 +78,11 @@ def test_every_kernel_compiles_and_fits(target: int, whole: bool) -> None:
     labels = set(recorded["rows"][f"sm_{target}"]["resources"])
     assert labels == set(report["labels"]), "run python -m benchmarks.proofs triton_aot --again"
     assert not whole or labels == set(compiled)
+
+
+@pytest.mark.parametrize("width", [128, 896, 4096])
+def test_a_norm_adds_in_one_order_alone_and_behind_a_sum(width: int) -> None:
+    """The engine adds the residual in the norm's kernel, the trainer before it."""
+    alone, behind_sum = sum_layouts("norms.rms_norm_kernel", 90, f"[COLS={width},")
+    assert len(alone) == 1 and "sizePerThread" in alone[0]
+    assert alone == behind_sum

@@ -15,9 +15,7 @@ import torch.nn.functional as F
 import transformers
 from checkout import ROOT
 from contract_checks import (
-    add_rms_norm_reference,
     flash_reference,
-    rms_norm_reference,
     rotary_reference,
     silu_and_mul_reference,
     stand_in_for_vllm,
@@ -28,6 +26,7 @@ from waits import Waits
 from qarl.align import align_model, cuda, packed_attention
 from qarl.align.applied_level import resolve_level, unconfirmed
 from qarl.config.level import Level
+from qarl.kernels import reference
 from qarl.kernels.cuda import layer_ops
 from qarl.trainer.policy import Policy
 
@@ -63,12 +62,12 @@ def as_vllm_computes(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Logits [T, V] of one row, operator by operator in the order of vLLM's Qwen3, where a norm adds the residual."""
     cosines, sines = (part[: len(tokens)] for part in model.model.rotary_emb.turns)
     states, residual = model.model.embed_tokens(tokens), None
-    norm = rms_norm_reference
+    norm = reference.rms_norm
 
     def add(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             return norm(states, weight, 1e-6), states
-        return add_rms_norm_reference(states, residual, weight, 1e-6)
+        return reference.add_rms_norm(states, residual, weight, 1e-6)
 
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -97,18 +96,20 @@ def test_the_aligned_model_runs_vllms_operators_in_vllms_order() -> None:
         assert torch.equal(logits, as_vllm_computes(model, tokens))
 
 
-def test_the_first_norm_has_no_residual_and_all_others_do() -> None:
+def test_every_norm_runs_the_engines_kernel() -> None:
     _, model = aligned()
-    after_sum = {
-        name: norm.after_sum
-        for name, norm in model.named_modules()
-        if isinstance(norm, cuda.CudaRMSNorm)
-    }
-    first = {"model.layers.0.input_layernorm"} | {
-        f"model.layers.{i}.self_attn.{n}_norm" for i in (0, 1) for n in "qk"
-    }
-    assert {name for name, has_residual in after_sum.items() if not has_residual} == first
-    assert len(after_sum) == 9
+    norms = [module for module in model.modules() if "Norm" in type(module).__name__]
+    assert len(norms) == 9 and all(isinstance(norm, cuda.CudaRMSNorm) for norm in norms)
+
+
+@pytest.mark.parametrize(("width", "why"), [(60, "not of 60"), (16384, "up to 8192")])
+def test_widths_without_a_norm_fall_back(width: int, why: str) -> None:
+    config = copy.deepcopy(CONFIG)
+    config.hidden_size = width
+    applied = resolve_level(
+        config, Level.MODEL, device_type="cuda", kernels=set(), capability=(9, 0)
+    )
+    assert applied.level == Level.LINEARS and why in "".join(applied.why_lower)
 
 
 @needs_vllm_cpu
@@ -153,13 +154,15 @@ def test_no_layer_waits_for_the_device(packed: bool) -> None:
 def test_the_level_says_if_no_device_has_confirmed_it(monkeypatch: pytest.MonkeyPatch) -> None:
     config = copy.deepcopy(CONFIG)
     config.head_dim = 128
+    files = [file for file in layer_ops.CONTRACTS.values() if file]
+    assert files and all((ROOT / "benchmarks/results" / file).is_file() for file in files)
+    monkeypatch.setattr(layer_ops, "CONTRACTS", dict.fromkeys(layer_ops.CONTRACTS, files[0]))
     report = align_model(transformers.Qwen3ForCausalLM(config).bfloat16(), "model", device=GPU)
     assert report.unconfirmed is None and report.limit_level == "model"
-    assert all(
-        (ROOT / "benchmarks/results" / file).is_file() for file in layer_ops.CONTRACTS.values()
+    monkeypatch.setattr(layer_ops, "CONTRACTS", layer_ops.CONTRACTS | {"silu_and_mul": ""})
+    assert "computes in silu_and_mul, so" in str(
+        unconfirmed(Level.MODEL, "cuda", config, eager=False)
     )
-    monkeypatch.setattr(layer_ops, "CONTRACTS", layer_ops.CONTRACTS | {"rms_norm": ""})
-    assert "rounds in rms_norm, so" in str(unconfirmed(Level.MODEL, "cuda", config, eager=False))
     assert all(
         unconfirmed(*place, config, eager=True) is None
         for place in ((Level.LINEARS, "cuda"), (Level.MODEL, "cpu"))
@@ -217,27 +220,27 @@ def test_where_the_level_is_built(
 
 def test_vllm_takes_the_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.config import AttentionConfig, CompilationConfig, CompilationMode
+    from vllm.config.kernel import IrOpPriorityConfig
 
-    from qarl.rollout.engine_config import EngineConfig, llm_arguments
+    from qarl.rollout.engine_config import GRAPHS, EngineConfig, llm_arguments
     from qarl.schemes import get_scheme
 
-    engine_arguments = layer_ops.ENGINE_ARGUMENTS
-    compilation = CompilationConfig(**engine_arguments["compilation_config"])
+    compilation = CompilationConfig(**GRAPHS["compilation_config"])
     assert (
         compilation.mode == CompilationMode.NONE
         and compilation.cudagraph_mode.has_full_cudagraphs()
     )
-    assert (
-        AttentionConfig(
-            **engine_arguments["attention_config"]
-        ).flash_attn_max_num_splits_for_cuda_graph
-        == 1
-    )
+    operators = layer_ops.ENGINE_ARGUMENTS
+    attention = AttentionConfig(**operators["attention_config"])
+    assert attention.flash_attn_max_num_splits_for_cuda_graph == 1
+    priority = IrOpPriorityConfig(**operators["ir_op_priority"])
+    assert priority.rms_norm == priority.fused_add_rms_norm == ["qarl"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for eager, asked in ((False, True), (True, True), (False, False)):
         config = EngineConfig("x", get_scheme("bf16"), (), 8, enforce_eager=eager, aligned=asked)
         arguments = llm_arguments(config)
-        assert (engine_arguments.items() <= arguments.items()) == (asked and not eager)
+        assert (operators.items() <= arguments.items()) == asked
+        assert (GRAPHS.items() <= arguments.items()) == (asked and not eager)
 
 
 @pytest.mark.parametrize(("applied", "one_split"), [(Level.LINEARS, False), (Level.MODEL, True)])

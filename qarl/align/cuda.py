@@ -5,15 +5,15 @@
     rotary       transformers' formula on FP32 copies of vLLM's cosines and sines. Products of BF16 numbers are exact in
                  FP32, so this is vLLM's operator bit for bit
     SwiGLU       vLLM's `silu_and_mul`
-    attention    vLLM's FlashAttention 3 with one split (`qarl.kernels.cuda.layer_ops`)
+    attention    vLLM's FlashAttention 3 with one split (`qarl.kernels.cuda.layer_ops`). Its gradient is PyTorch's
+                 FlashAttention 2, from the forward's output and log-sums
     lm_head      `F.linear` in BF16, as at all levels
 
 `qarl.kernels.cuda.layer_ops` says what each operator rounds, and what a GPU has confirmed. For head sizes outside
 `layer_ops.HEAD_SIZES`, for rollout.enforce_eager=true, in both backends, and with adapters, the level is `unconfirmed`:
 it runs, but nothing is claimed about its δ, and the limit on the mismatch is that of `linears`.
 
-The engine must run the same operators, so it must not compile the model, and it must use one split
-(`layer_ops.ENGINE_ARGUMENTS`).
+The engine must run the same operators, so it must not compile the model, and it gets `layer_ops.ENGINE_ARGUMENTS`.
 
 Linears are not part of this module. In W8A8 the engine's int8 sums are exact, so they are equal for any number of rows.
 W4A16 and FP8 sum in an order that depends on the number of rows.
@@ -35,7 +35,6 @@ from qarl.align.packed_attention import (
     lengths_of_rows,
     places_of_tokens,
     register_attention,
-    varlen_attention,
 )
 from qarl.align.rotary import EngineRotaryEmbedding, Turns, head_size_of
 from qarl.families import family_of
@@ -55,15 +54,15 @@ def unavailable_on_cuda(config: Any, capability: tuple[int, int] | None) -> str 
         return (
             f"calls FlashAttention 3, which has no heads of {size}: vLLM chooses another attention"
         )
-    why_not = norm_widths.unavailable(config.hidden_size) or norm_widths.unavailable(size)
-    return why_not or layer_ops.attention_unavailable(capability)
+    return norm_widths.unavailable(config.hidden_size) or layer_ops.attention_unavailable(
+        capability
+    )
 
 
 def unconfirmed_on_cuda(config: Any, *, eager: bool, adapters: bool = False) -> str | None:
     """Return a sentence that says why this level promises no mismatch for a model config, or None if it promises one.
 
-    `eager`: whether the engine runs without CUDA graphs, where no setting gives one split. `adapters`: whether it has
-    adapters (`qarl.lora.layers`).
+    `eager`: whether the engine runs without CUDA graphs. `adapters`: whether it has adapters (`qarl.lora.layers`).
     """
     reasons = []
     names = layer_ops.unconfirmed()
@@ -75,10 +74,10 @@ def unconfirmed_on_cuda(config: Any, *, eager: bool, adapters: bool = False) -> 
     size = head_size_of(config)
     if size not in layer_ops.HEAD_SIZES:
         reasons.append(
-            f"with heads of {size}, a decode step may sum attention in another order than a prefill"
+            f"with heads of {size}, no GPU has shown that a decode step sums attention as a prefill does"
         )
     if eager:
-        reasons.append("with rollout.enforce_eager=true, vLLM may split the keys of a decode step")
+        reasons.append("with rollout.enforce_eager=true, no GPU has shown one split of attention")
     if adapters:
         reasons.append("vLLM's kernels for adapters sum in an order that changes from call to call")
     return f"unconfirmed: {'; '.join(reasons)}" if reasons else None
@@ -201,19 +200,18 @@ class _Flash(torch.autograd.Function):
         scale: float,
         lengths: Lengths,
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value)
+        output, log_sums = layer_ops.flash_attention(query, key, value, scale, lengths)
+        ctx.save_for_backward(query, key, value, output, log_sums)
         ctx.scale = scale
         ctx.lengths = lengths
-        return layer_ops.flash_attention(query, key, value, scale, lengths)
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
-        with torch.enable_grad():
-            query, key, value = (tensor.transpose(0, 1)[None] for tensor in inputs)
-            output = varlen_attention(query, key, value, ctx.lengths, ctx.scale, None)[0]
-        grads = torch.autograd.grad(output, inputs, grad_outputs[0])
+        grads = layer_ops.flash_attention_backward(
+            grad_outputs[0], *ctx.saved_tensors, ctx.scale, ctx.lengths
+        )
         return *grads, None, None
 
 

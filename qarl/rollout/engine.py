@@ -96,9 +96,9 @@ class RolloutEngine:
         )
         vllm_plugin.check_loaded(hf_config)
         vllm_plugin.check_linears_loaded(config.kernels)
-        self._own_norms = config.aligned and torch.cuda.is_available()
-        if self._own_norms:
-            vllm_plugin.check_norms_loaded()
+        self._own_operators = config.aligned and torch.cuda.is_available()
+        if self._own_operators:
+            vllm_plugin.check_operators_loaded()
         if not torch.cuda.is_available():
             vllm_plugin.check_eager(hf_config, eager(config.enforce_eager))
         self.config = config
@@ -153,10 +153,10 @@ class RolloutEngine:
             from qarl.rollout.vllm_plugin.own_linears import check_in_use
 
             check_in_use(self.model(), kernel_request(self.config.kernels, self.config.scheme.name))
-        if self._own_norms:
-            from qarl.rollout.vllm_plugin.cuda_norms import check_norms
+        if self._own_operators:
+            from qarl.rollout.vllm_plugin.cuda_operators import check_operators
 
-            check_norms()
+            check_operators()
         if self.config.adapters is not None:
             self.adapter = EngineAdapter(self.llm.llm_engine, self.model(), self.config.adapters)
         (self.weights,) = self.llm.collective_rpc(

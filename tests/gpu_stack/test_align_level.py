@@ -18,7 +18,7 @@ from qarl.kernels import reference
 from qarl.kernels.cuda import layer_ops
 from qarl.quant import get_scheme
 from qarl.rollout.engine_config import operator_arguments
-from qarl.rollout.vllm_plugin import check_norms_loaded
+from qarl.rollout.vllm_plugin import check_operators_loaded
 
 required()
 
@@ -70,7 +70,7 @@ def test_the_operators_and_their_arguments_exist() -> None:
 def test_the_engines_arguments_give_vllms_operators_and_graphs(folder: Path) -> None:
     from vllm.config import CompilationMode, CUDAGraphMode
 
-    check_norms_loaded()
+    check_operators_loaded()
     config = engine_config(folder, **ALIGNED)
     compilation = config.compilation_config
     assert compilation.mode == CompilationMode.NONE
@@ -97,7 +97,7 @@ def test_vllms_norms_run_ours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     from qarl.kernels.triton import norms
-    from qarl.rollout.vllm_plugin.cuda_norms import check_norms
+    from qarl.rollout.vllm_plugin.cuda_operators import check_operators
 
     calls: list[tuple[torch.Size, bool]] = []
 
@@ -114,11 +114,11 @@ def test_vllms_norms_run_ours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(norms, "rms_norm", alone)
     monkeypatch.setattr(norms, "add_rms_norm", behind_sum)
-    check_norms_loaded()
+    check_operators_loaded()
     config = engine_config(folder, **ALIGNED)
     x, residual = (torch.randn(5, 64).bfloat16() for _ in range(2))
     with set_current_vllm_config(config), config.kernel_config.ir_op_priority.set_priority():
-        check_norms()
+        check_operators()
         norm, head_norm = (RMSNorm(size, dtype=torch.bfloat16) for size in (64, 16))
         assert torch.equal(norm(x), reference.rms_norm(x, norm.weight, 1e-6))
         expected = reference.add_rms_norm(x, residual, norm.weight, 1e-6)
@@ -132,7 +132,7 @@ def test_vllms_norms_run_ours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
             norm.float()(x.float())
         assert len(calls) == 3
     with pytest.raises(UserError, match="another rms_norm than the trainer"):
-        check_norms()
+        check_operators()
 
 
 @pytest.mark.parametrize(
@@ -140,11 +140,12 @@ def test_vllms_norms_run_ours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     [
         (ALIGNED, 8, 1),
         (ALIGNED, 512, 1),
-        (ALIGNED, 513, 0),
+        (ALIGNED, 513, 1),
         ({"compilation_config": ALIGNED["compilation_config"]}, 8, 32),
-        (EAGER, 8, 0),
+        ({"enforce_eager": True}, 8, 0),
+        (EAGER, 8, 1),
     ],
-    ids=["decode", "largest graph", "large step", "default", "eager"],
+    ids=["decode", "largest graph", "large step", "default", "default eager", "eager"],
 )
 def test_the_splits_that_the_engine_asks_for(
     folder: Path,
@@ -155,28 +156,40 @@ def test_the_splits_that_the_engine_asks_for(
 ) -> None:
     """0 is FlashAttention's own choice."""
     from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends import flash_attn
+    from vllm.v1.attention.selector import get_attn_backend
 
+    check_operators_loaded()
     asked = []
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 3)
     monkeypatch.setattr(flash_attn, "_get_sliding_window_configs", lambda config: {None})
     monkeypatch.setattr(
         flash_attn,
         "get_scheduler_metadata",
-        lambda **kwargs: asked.append(kwargs["num_splits"]) or torch.zeros(4),
+        lambda **kwargs: (
+            asked.append((kwargs["num_splits"], kwargs["max_seqlen_q"])) or torch.zeros(4)
+        ),
     )
     config = engine_config(folder, **arguments)
     spec = SimpleNamespace(dtype=torch.bfloat16, block_size=layer_ops.PAGE)
     lengths = torch.full((tokens,), 40, dtype=torch.int32)
-    step = SimpleNamespace(
-        num_reqs=tokens, num_actual_tokens=tokens, max_query_len=1, max_seq_len=40, seq_lens=lengths, causal=True,
-        query_start_loc=torch.arange(tokens + 1, dtype=torch.int32), block_table_tensor=torch.zeros(tokens, 3),
-        slot_mapping=torch.zeros(tokens), mm_req_doc_ranges=None,
+    starts = torch.arange(tokens + 1, dtype=torch.int32)
+    step = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=tokens,
+        num_actual_tokens=tokens, max_query_len=1, max_seq_len=40, block_table_tensor=torch.zeros(tokens, 3),
+        slot_mapping=torch.zeros(tokens),
     )  # fmt: skip
     with set_current_vllm_config(config):
-        builder = flash_attn.FlashAttentionMetadataBuilder(spec, [], config, torch.device("cpu"))
-        assert builder.build(0, step).max_num_splits == splits
-    assert asked == [splits]
+        backend = get_attn_backend(head_size=16, dtype=torch.bfloat16, kv_cache_dtype="auto")
+        builder = backend.get_builder_cls()(spec, [], config, torch.device("cpu"))
+        metadata = builder.build(0, step)
+    aligned = "attention_config" in arguments
+    assert issubclass(backend, flash_attn.FlashAttentionBackend)
+    assert (backend is flash_attn.FlashAttentionBackend) != aligned
+    queries = layer_ops.least_queries(16) if aligned else 1
+    assert asked == [(splits, queries)]
+    assert (metadata.max_num_splits, metadata.max_query_len) == (splits, queries)
 
 
 @pytest.mark.parametrize(("capability", "version"), [((8, 0), 2), ((9, 0), 3)])

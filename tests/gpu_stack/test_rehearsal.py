@@ -210,6 +210,7 @@ def test_the_actor_is_built_and_its_attention_is_ours(resolved: Any) -> None:
 def test_the_engines_config_is_accepted(start: str, resolved: Any, engine: Any) -> None:
     """With the quantization that QaRL names. At `model`, and in the groups, nothing is compiled."""
     from vllm.config import CompilationMode, CUDAGraphMode
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     rollout, quant = resolved.actor_rollout_ref.rollout, quant_of(resolved)
     assert engine.model_config.quantization == (
@@ -226,9 +227,9 @@ def test_the_engines_config_is_accepted(start: str, resolved: Any, engine: Any) 
     assert compilation.mode == (CompilationMode.NONE if follows else CompilationMode.VLLM_COMPILE)
     graphs = CUDAGraphMode.FULL_DECODE_ONLY if follows else CUDAGraphMode.FULL_AND_PIECEWISE
     assert compilation.cudagraph_mode == graphs and not engine.model_config.enforce_eager
-    assert engine.attention_config.flash_attn_max_num_splits_for_cuda_graph == (
-        1 if follows else 32
-    )
+    operators = (engine.attention_config.backend, engine.kernel_config.ir_op_priority.rms_norm[0])
+    ours, theirs = (AttentionBackendEnum.CUSTOM, "qarl"), (None, "native")
+    assert operators == (ours if follows else theirs)
 
 
 @pytest.mark.parametrize("start", STARTS)

@@ -80,9 +80,8 @@ def test_the_engines_arguments_are_taken(
         "compiled models round differently"
     )
     assert model.enable_sleep_mode
-    assert (config.attention_config.flash_attn_max_num_splits_for_cuda_graph == 1) == (
-        how == "aligned"
-    )
+    attention = config.attention_config.backend
+    assert (attention is not None and attention.name == "CUSTOM") == (how == "aligned")
     assert config.scheduler_config.max_num_seqs == 32 and config.model_config.max_model_len == 256
     assert config.load_config.load_format == "dummy"
 

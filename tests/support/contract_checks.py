@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from qarl.align import cuda, packed_attention
 from qarl.kernels import reference
 from qarl.kernels.cuda import layer_ops
 
@@ -122,21 +121,65 @@ def flash_attention(
     value: torch.Tensor,
     scale: float,
     lengths: Sequence[int],
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Do the same as `layer_ops.flash_attention`, in PyTorch."""
-    rows = zip(*(tensor.split(list(lengths)) for tensor in (query, key, value)), strict=True)
-    return torch.cat([flash_reference(q, k, v, scale) for q, k, v in rows])
+    rows = list(zip(*(tensor.split(list(lengths)) for tensor in (query, key, value)), strict=True))
+    output = torch.cat([flash_reference(q, k, v, scale) for q, k, v in rows])
+    log_sums = [_scores(q.float(), k.float(), scale).logsumexp(-1) for q, k, _ in rows]
+    return output, torch.cat(log_sums, 1)
 
 
-def _varlen_attention(
-    query: Any, key: Any, value: Any, lengths: Any, scaling: float, window: None
-) -> torch.Tensor:
-    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        parts = (q.float(), k.float(), v.float())
-        causal: dict[str, Any] = {"is_causal": q.shape[2] > 1, "enable_gqa": True, "scale": scaling}
-        return F.scaled_dot_product_attention(*parts, **causal).to(q.dtype).transpose(1, 2)
+def _scores(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+    """Scaled causal scores of one row, [H, t, t]."""
+    length, heads, _ = query.shape
+    key = key.repeat_interleave(heads // key.shape[1], 1)
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    return scores.masked_fill(later, -torch.inf)
 
-    return packed_attention.in_rows(attend, query, key, value, lengths)
+
+def flash_attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sums: torch.Tensor,
+    scale: float,
+    lengths: Sequence[int],
+) -> tuple[torch.Tensor, ...]:
+    """Do the same as `layer_ops.flash_attention_backward`, in PyTorch: weights are exp(score - log of the sum), and
+    their gradient needs the product of output and gradient, not the forward's weights."""
+    rows = zip(
+        *(tensor.split(list(lengths)) for tensor in (grad, query, key, value, output)),
+        log_sums.split(list(lengths), 1),
+        strict=True,
+    )
+    grads = [_row_backward(*row, scale) for row in rows]
+    return tuple(torch.cat(parts).bfloat16() for parts in zip(*grads, strict=True))
+
+
+def _row_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sums: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
+    grad, query, key, value, output = (t.float() for t in (grad, query, key, value, output))
+    shared = (key.shape[1], query.shape[1] // key.shape[1])
+    weights = (_scores(query, key, scale) - log_sums[..., None]).exp()
+    wide_key, wide_value = (t.repeat_interleave(shared[1], 1) for t in (key, value))
+    of_weights = torch.einsum("qhd,khd->hqk", grad, wide_value)
+    mean = (grad * output).sum(-1).t()[..., None]
+    of_scores = weights * (of_weights - mean) * scale
+    grad_query = torch.einsum("hqk,khd->qhd", of_scores, wide_key)
+    grad_key = torch.einsum("hqk,qhd->khd", of_scores, query)
+    grad_value = torch.einsum("hqk,qhd->khd", weights, grad)
+    by_head = (t.unflatten(1, shared).sum(2) for t in (grad_key, grad_value))
+    return grad_query, *by_head
 
 
 def stand_in_for_vllm(monkeypatch: Any) -> None:
@@ -145,4 +188,4 @@ def stand_in_for_vllm(monkeypatch: Any) -> None:
     monkeypatch.setattr(layer_ops, "rms_norm_backward", reference.rms_norm_backward)
     monkeypatch.setattr(layer_ops, "silu_and_mul", silu_and_mul_reference)
     monkeypatch.setattr(layer_ops, "flash_attention", flash_attention)
-    monkeypatch.setattr(cuda, "varlen_attention", _varlen_attention)
+    monkeypatch.setattr(layer_ops, "flash_attention_backward", flash_attention_backward)

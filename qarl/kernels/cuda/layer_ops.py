@@ -16,12 +16,12 @@ A decoder layer of transformers has added the residual already when it calls its
 operator, which normalises the rounded sum. So both get the same bits from one kernel.
 
 The engine's attention reads a paged cache. Its kernel for pages of 16 tokens has tiles of 128 keys, both in a prefill
-and in a decode step, for heads of 96 and 128; with heads of 256 both give the same bits, too. The kernel for contiguous
-keys may have other tiles, and so other bits. So the trainer's keys and values are copied into such pages. The engine
-splits the keys of a query among thread blocks if few requests run. Then the sum's order depends on the batch. With one
-split it does not. On compute capability 9.0, vLLM has a setting for that (`ENGINE_ARGUMENTS`). FlashAttention 2
-and 4 take the number of splits from a heuristic that no setting reaches except VLLM_BATCH_INVARIANT, which replaces
-operators of the whole process.
+and in a decode step, for heads of 96 and 128, and for smaller ones by `least_queries`; with heads of 256 both give the
+same bits, too. The kernel for contiguous keys may have other tiles, and so other bits. So the trainer's keys and values
+are copied into such pages. By default the engine splits the keys of a query among thread blocks if few requests run.
+Then the sum's order depends on the batch. With one split it does not. On compute capability 9.0 QaRL's backend for vLLM
+asks for that (`qarl.rollout.vllm_plugin.cuda_attention`). FlashAttention 2 and 4 take the number of splits from a
+heuristic that only VLLM_BATCH_INVARIANT reaches, which replaces operators of the whole process.
 
 Sources for attention: vllm/v1/attention/backends/flash_attn.py, vllm/vllm_flash_attn/flash_attn_interface.py of
 vLLM; hopper/tile_size.h and hopper/flash_api.cpp of vllm-project/flash-attention.
@@ -39,22 +39,18 @@ from qarl.kernels.base import upload
 from qarl.process import configure_vllm_process, vllm_missing
 
 NORM_PROVIDER = "qarl"
-"""The name under which vLLM knows QaRL's RMSNorm (`qarl.rollout.vllm_plugin.cuda_norms`)."""
+"""The name under which vLLM knows QaRL's RMSNorm (`qarl.rollout.vllm_plugin.cuda_operators`)."""
 NORMS = ("rms_norm", "fused_add_rms_norm")
 """vLLM's operators that it replaces."""
 ENGINE_ARGUMENTS: dict[str, Any] = {
-    "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
+    "attention_config": {"backend": "CUSTOM"},
     "ir_op_priority": {name: [NORM_PROVIDER] for name in NORMS},
 }
 """vLLM's arguments that make its engine run these operators, beside those that keep it from compiling
 (`qarl.rollout.engine_config.GRAPHS`): compiled models have PyTorch's formulas, which round differently.
 
-`ir_op_priority` puts QaRL's norms before vLLM's. The other setting is one split in attention. vLLM reads it only if it
-captures whole steps, and if a step has at most `max_cudagraph_capture_size` tokens (by default twice max_num_seqs, at
-most 512). In larger steps a heuristic of FlashAttention chooses: one split for up to 512 keys, and whenever the queries
-fill the GPU. So prompts have one split. With rollout.enforce_eager=true no setting gives one split except
-VLLM_BATCH_INVARIANT. That replaces operators of the whole process, so it needs an engine in a separate process, as in
-verl.
+`CUSTOM` is vLLM's name for the attention of a plugin: FlashAttention with one split and one tile, by
+`qarl.rollout.vllm_plugin.cuda_attention`. `ir_op_priority` puts QaRL's norms before vLLM's.
 """
 
 CONTRACTS = {
@@ -62,6 +58,8 @@ CONTRACTS = {
     "rotary_embedding": "gpu_check_2026-11-27.json",
     "silu_and_mul": "gpu_check_2026-11-27.json",
     "FlashAttention 3, one split": "gpu_check_2026-11-27.json",
+    "one split in every step": "",
+    "gradient of FlashAttention 3": "",
     "F.linear, cuBLAS": "gpu_check_2026-11-27.json",
     "compute_token_logprobs": "gpu_check_2026-11-27.json",
 }
@@ -115,8 +113,8 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 PAGE = 16
 """Tokens in a page: vLLM's default block size on GPUs."""
 HEAD_SIZES = (96, 128, 256)
-"""Head sizes for which a decode step has the bits of a prefill, up to 5,000 keys on an H200. With heads of 64, whose
-tiles in a decode step have 160 or 192 keys instead of 128, 18% of the outputs differ by a rounding."""
+"""Head sizes for which a decode step has the bits of a prefill, up to 5,000 keys on an H200. With heads of 64 18% of
+the outputs differed by a rounding there, before `least_queries`."""
 HEAD_MULTIPLE = 8
 LARGEST_HEAD = 256
 """FlashAttention 3 has heads of a multiple of 8, up to this size. For others vLLM chooses another backend. A test
@@ -144,14 +142,24 @@ def attention_unavailable(capability: tuple[int, int] | None) -> str | None:
     return None
 
 
+def least_queries(size: int) -> int:
+    """Return the least number of queries that a call may name as the largest of its rows, for heads of this size.
+
+    For heads of up to 64, FlashAttention 3 has other tiles of keys in a call whose largest row has one query, or few
+    enough to fit into one warp group: 160 or 192 keys instead of 128 (hopper/flash_api.cpp, heuristics.h, tile_size.h).
+    With a larger number, which is only a bound, a decode step has the tile of a prefill. The number of rows in a warp
+    group is 64."""
+    return 65 if size <= 64 else 1
+
+
 def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     scale: float,
     lengths: Sequence[int],
-) -> torch.Tensor:
-    """Return causal attention within each row of a pack, BF16 [T, H, D].
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return causal attention within each row of a pack, BF16 [T, H, D], and the logarithms of its sums, FP32 [H, T].
 
     query is BF16 [T, H, D], key and value are BF16 [T, Hkv, D]. `lengths`: tokens of each row; their sum is T.
     """
@@ -160,21 +168,63 @@ def flash_attention(
 
     pack = _pack(tuple(lengths), query.device)
     caches = [into_pages(tensor, pack.slots, pack.pages) for tensor in (key, value)]
-    output: torch.Tensor = flash_attn_varlen_func(
+    longest = max(lengths)
+    output, log_sums = flash_attn_varlen_func(
         q=query.contiguous(),
         k=caches[0],
         v=caches[1],
         cu_seqlens_q=pack.ends,
-        max_seqlen_q=max(lengths),
+        max_seqlen_q=max(longest, least_queries(query.shape[-1])),
         seqused_k=pack.counts,
-        max_seqlen_k=max(lengths),
+        max_seqlen_k=longest,
         softmax_scale=scale,
         causal=True,
         block_table=pack.table,
+        return_softmax_lse=True,
         fa_version=3,
         num_splits=1,
     )
-    return output
+    return output, log_sums
+
+
+def flash_attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sums: torch.Tensor,
+    scale: float,
+    lengths: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key and value from those of `output` BF16 [T, H, D].
+
+    PyTorch's FlashAttention 2 computes them from what the forward returned, so it need not compute attention again.
+    Both versions mean the same by `log_sums`: the natural logarithm of the sum of exp(scale * score).
+    """
+    ends = _pack(tuple(lengths), query.device).ends
+    longest = max(lengths)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
+        grad,
+        query,
+        key,
+        value,
+        output,
+        log_sums,
+        ends,
+        ends,
+        longest,
+        longest,
+        0.0,
+        True,
+        no_dropout,
+        torch.empty(0, device=query.device),
+        scale=scale,
+        window_size_left=-1,
+        window_size_right=0,
+    )
+    return grad_query, grad_key, grad_value
 
 
 class _Pack(NamedTuple):

@@ -10,7 +10,8 @@ On a CPU, the plugin adds four things that vLLM lacks:
 
 On other devices, vLLM's own backends serve experts.
 
-On a GPU, it adds QaRL's own norms, which an engine uses only at level `model` (`cuda_norms.py`).
+On a GPU, it adds QaRL's own norms, and vLLM's attention with one order over the keys. An engine uses them only at level
+`model` (`cuda_operators.py`).
 
 On every device, the plugin also registers two things:
 
@@ -41,7 +42,7 @@ _TRANSFER_CLASSES = ("QaRLTransferEngine", "QaRLTrainerTransfer")
 _CALLED = "vLLM has not called it"
 _why_not: dict[str, str | None] = {
     "own_linears": _CALLED,
-    "cuda_norms": _CALLED,
+    "cuda_operators": _CALLED,
     "cpu_experts": _CALLED,
     "cpu_bf16_linears": _CALLED,
 }
@@ -85,10 +86,14 @@ def check_linears_loaded(kernels: KernelChoice) -> None:
         )
 
 
-def check_norms_loaded() -> None:
-    """Raise UserError if the engine shall run the norms that the trainer follows, and they are not registered."""
-    if _loaded("cuda_norms") is not None:
-        raise _error("cuda_norms", "vLLM runs without QaRL's norms", "quant.align=model on a GPU, ")
+def check_operators_loaded() -> None:
+    """Raise UserError if the operators that the trainer follows at level `model` on a GPU are not registered."""
+    if _loaded("cuda_operators") is not None:
+        raise _error(
+            "cuda_operators",
+            "vLLM runs without QaRL's norms and attention",
+            "quant.align=model on a GPU, ",
+        )
 
 
 def check_loaded(hf_config: Any) -> None:

@@ -74,22 +74,49 @@ def test_the_call_fits_vllms_function(monkeypatch: pytest.MonkeyPatch) -> None:
         q_descale=None, k_descale=None, v_descale=None, num_splits=0, output_scale=None, fa_version=2, s_aux=None,
     ):  # fmt: skip
         seen.update(locals())
-        return q
+        return q, q.new_zeros(q.shape[1], len(q))
 
     module = type(sys)("vllm.vllm_flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", module)
-    inputs = attention_inputs(20)
-    assert layer_ops.flash_attention(*inputs, 0.25, (17, 3)) is not None
-    assert (seen["fa_version"], seen["num_splits"], seen["causal"], seen["softmax_scale"]) == (
-        3,
-        1,
-        True,
-        0.25,
-    )
+    for size, queries in ((128, 17), (64, 65), (32, 65)):
+        output, _ = layer_ops.flash_attention(*attention_inputs(20, size=size), 0.25, (17, 3))
+        assert output.shape == (20, 4, size)
+        assert (seen["max_seqlen_q"], seen["max_seqlen_k"]) == (queries, 17)
+        assert seen["k"].shape == seen["v"].shape == (3, 16, 2, size)
+    assert (seen["fa_version"], seen["num_splits"], seen["return_softmax_lse"]) == (3, 1, True)
+    assert (seen["causal"], seen["softmax_scale"]) == (True, 0.25)
     assert seen["cu_seqlens_q"].tolist() == [0, 17, 20] and seen["seqused_k"].tolist() == [17, 3]
-    assert seen["block_table"].tolist() == [[0, 1], [2, 0]] and seen["k"].shape == (3, 16, 2, 128)
-    assert (seen["max_seqlen_q"], seen["max_seqlen_k"]) == (17, 17)
+    assert seen["block_table"].tolist() == [[0, 1], [2, 0]]
+    layer_ops.flash_attention(*attention_inputs(90, size=64), 0.25, (90,))
+    assert seen["max_seqlen_q"] == 90
+
+
+def test_the_gradient_takes_what_the_forward_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own check of arguments and shapes, on tensors without memory; it has no values on a CPU."""
+    query, key, value = (tensor.to("meta") for tensor in attention_inputs(20))
+    log_sums = torch.empty(4, 20, device="meta")
+    seen: list[Any] = []
+    operator = torch.ops.aten._flash_attention_backward
+    monkeypatch.setattr(
+        torch.ops.aten,
+        "_flash_attention_backward",
+        lambda *operands, **named: (seen.append((operands, named)), operator(*operands, **named))[
+            1
+        ],
+    )
+    grads = layer_ops.flash_attention_backward(
+        query, query, key, value, query, log_sums, 0.25, (17, 3)
+    )
+    assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
+    ((operands, named),) = seen
+    names = [argument.name for argument in operator.default._schema.arguments]
+    bound = dict(zip(names, operands, strict=False)) | named
+    assert bound["logsumexp"] is log_sums and bound["out"] is query and bound["scale"] == 0.25
+    assert (bound["is_causal"], bound["dropout_p"]) == (True, 0.0)
+    assert (bound["max_q"], bound["max_k"]) == (17, 17)
+    assert bound["cum_seq_q"] is bound["cum_seq_k"] and bound["cum_seq_q"].shape == (3,)
+    assert (bound["window_size_left"], bound["window_size_right"]) == (-1, 0)
 
 
 GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.Tensor, ...]]] = {

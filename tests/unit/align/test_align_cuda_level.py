@@ -221,6 +221,7 @@ def test_where_the_level_is_built(
 def test_vllm_takes_the_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.config import AttentionConfig, CompilationConfig, CompilationMode
     from vllm.config.kernel import IrOpPriorityConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from qarl.rollout.engine_config import GRAPHS, EngineConfig, llm_arguments
     from qarl.schemes import get_scheme
@@ -232,7 +233,7 @@ def test_vllm_takes_the_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> No
     )
     operators = layer_ops.ENGINE_ARGUMENTS
     attention = AttentionConfig(**operators["attention_config"])
-    assert attention.flash_attn_max_num_splits_for_cuda_graph == 1
+    assert attention.backend is AttentionBackendEnum.CUSTOM
     priority = IrOpPriorityConfig(**operators["ir_op_priority"])
     assert priority.rms_norm == priority.fused_add_rms_norm == ["qarl"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,19 +1,23 @@
-"""QaRL's RMSNorm (`qarl.kernels.triton.norms`) as an implementation of vLLM's operators of that name.
+"""QaRL's operators for engines on a GPU, which level `model` asks for (`qarl.kernels.cuda.layer_ops.ENGINE_ARGUMENTS`).
 
-vLLM's norms call `vllm.ir.ops.rms_norm` and `fused_add_rms_norm`, which choose among registered implementations by a
-list of priorities, an argument of each engine. Level `model` puts this one first
-(`qarl.kernels.cuda.layer_ops.ENGINE_ARGUMENTS`); all other engines run vLLM's.
+    norms       `qarl.kernels.triton.norms`. vLLM's norms call `vllm.ir.ops.rms_norm` and `fused_add_rms_norm`, which
+                choose among registered implementations by a list of priorities, an argument of each engine
+    attention   `cuda_attention.py`, under the name CUSTOM of vLLM's registry of attention backends
 
-vLLM infers the operators' schemas from the annotations below, so they are not texts.
+All other engines run vLLM's own. vLLM infers the operators' schemas from the annotations below, so they are not texts.
 """
 
 import torch
 from torch import Tensor
 from vllm import ir
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from qarl.errors import UserError
 from qarl.kernels.cuda.layer_ops import NORM_PROVIDER, NORMS
 from qarl.kernels.triton import norm_widths
+
+_ATTENTION = "qarl.rollout.vllm_plugin.cuda_attention.OneOrderBackend"
+"""vLLM imports it when an engine asks for it."""
 
 
 def rms_norm(
@@ -63,17 +67,18 @@ def _served_with_residual(
 
 
 def register() -> None:
-    """Register both implementations with vLLM, once in a process."""
+    """Register norms and attention with vLLM, once in a process."""
     alone = ir.ops.rms_norm.register_impl(NORM_PROVIDER, supports_args=_served)
     behind_sum = ir.ops.fused_add_rms_norm.register_impl(
         NORM_PROVIDER, supports_args=_served_with_residual, inplace=True
     )
     alone(rms_norm)
     behind_sum(fused_add_rms_norm)
+    register_backend(AttentionBackendEnum.CUSTOM, _ATTENTION)
 
 
-def check_norms() -> None:
-    """Raise UserError if the norms of an engine in this process would run another implementation first."""
+def check_operators() -> None:
+    """Raise UserError if an engine of level `model` in this process would run other norms or another attention."""
     for name in NORMS:
         priority = getattr(ir.ops, name).get_priority()
         if priority[:1] != [NORM_PROVIDER]:
@@ -83,3 +88,11 @@ def check_norms() -> None:
                 why=f"it is {priority}, but at quant.align=model both run QaRL's ({NORM_PROVIDER})",
                 fix="set nothing of ir_op_priority, or set quant.align=linears",
             )
+    attention = AttentionBackendEnum.CUSTOM.get_path()
+    if attention != _ATTENTION:
+        raise UserError(
+            "vLLM would run another attention than the trainer",
+            where="vLLM's registry of attention backends, CUSTOM",
+            why=f"another plugin has registered {attention}",
+            fix="leave that plugin out of VLLM_PLUGINS, or set quant.align=linears",
+        )

@@ -39,6 +39,7 @@ def _main(argv: list[str]) -> int:
     from qarl.checks.exact_threads import run_threads
     from qarl.config import load_config
     from qarl.config.hints import unread_paper_keys, unusual_values
+    from qarl.kernels.cuda import whole_sums
     from qarl.process import limit_threads
 
     config = load_config(argv)
@@ -52,6 +53,7 @@ def _main(argv: list[str]) -> int:
         return 0
     if config.backend == "local":  # verl trains in other processes, see qarl.verl.config
         limit_threads(run_threads(config))
+        whole_sums.set_variables(asked=config.quant.align.zero_mismatch)
     return run(config, argv)
 
 

@@ -140,7 +140,10 @@ def exact_unavailable(
     if why_not := model_unavailable(config, device_type, dtype, capability):
         return why_not
     if device_type not in EXACT_DEVICES:
-        return f"is built for {', '.join(EXACT_DEVICES)}, not for {device_type}"
+        return (
+            f"is built for {', '.join(EXACT_DEVICES)}, not for {device_type}, where it only asks cuBLAS not to split "
+            "the sums of BF16 products, which no GPU has confirmed"
+        )
     if any(kernel.reference for kernel in kernels):
         return "some linears or experts run the reference kernel, not the engine's"
     if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV", "0") != "0":

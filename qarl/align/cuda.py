@@ -209,8 +209,9 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, log_sums = ctx.saved_tensors
         grads = layer_ops.flash_attention_backward(
-            grad_outputs[0], *ctx.saved_tensors, ctx.scale, ctx.lengths
+            grad_outputs[0], query, key, value, output, log_sums, ctx.scale, ctx.lengths
         )
         return *grads, None, None
 

@@ -54,6 +54,7 @@ from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.families import family_of
 from qarl.kernels.cpu.attention_tiles import longest_exact_prompt
+from qarl.kernels.cuda import whole_sums
 from qarl.lora.layers import adapted_class
 from qarl.quant.experts import QuantExperts, stacked_experts
 from qarl.quant.fsdp import ShardedQuantExperts
@@ -146,6 +147,7 @@ def align_model(
         use_rows_attention(model)
         return reported()
     if device_type != "cpu":
+        whole_sums.apply()
         missing = unconfirmed(
             applied.level, device_type, model.config, eager=eager, adapters=adapters
         )

@@ -122,6 +122,8 @@ class LinearKernel(Kernel):
     input_gradient_by   the kernel whose `backward_input` this one takes, or None
     row_invariant       whether the bits of a row do not depend on the other rows, whatever their number
     speed               how fast it is on a GPU, for `qarl bench plan`, or None if nobody has measured it or its like
+    least_rows          the rows of x from which on a row has the same bits in any number of rows. With fewer, `linear`
+                        pads x; so does the engine at level `model` (`qarl.rollout.vllm_plugin.cuda_linears`)
 
     Of a kernel with an option of its own (not only the engine's) `prepare` returns a `PreparedWeight`, whose two
     tensors the engine keeps as the parameters of a layer (`qarl.rollout.vllm_plugin.own_linears`).
@@ -135,6 +137,7 @@ class LinearKernel(Kernel):
     input_gradient_by: ClassVar[type[LinearKernel] | None] = None
     row_invariant: ClassVar[bool] = False
     speed: ClassVar[Speed | None] = None
+    least_rows: ClassVar[int] = 1
 
     @classmethod
     def unavailable(cls, device: torch.device, shape: tuple[int, int]) -> str | None:

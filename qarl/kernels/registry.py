@@ -125,6 +125,11 @@ def own_kernel(kernels: KernelChoice, operands: Operands) -> type[LinearKernel] 
     return next(iter(kernels_of(kernels, operands)), None)
 
 
+def least_rows(kernels: KernelChoice, operands: Operands) -> int:
+    """Return the rows that an engine shall give its linears at least, so that a row does not depend on their number."""
+    return max((kernel.least_rows for kernel in kernels_of(kernels, operands)), default=1)
+
+
 def experts_kernels_of(operands: Operands) -> tuple[type[ExpertsKernel], ...]:
     """Return the kernels of experts with these operands, in order of preference."""
     return tuple(kernel for kernel in EXPERTS_KERNELS if operands in kernel.operands)

@@ -26,7 +26,7 @@ from qarl.process import configure_vllm_process
 from qarl.progress import live
 from qarl.quant.experts import is_of_expert, stacked
 from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
-from qarl.rollout import engine_config, open_engines, vllm_plugin
+from qarl.rollout import engine_config, open_engines
 from qarl.rollout.adapter_spec import servable
 from qarl.rollout.chosen_kernel import own_kernels
 from qarl.rollout.completions import (
@@ -35,6 +35,7 @@ from qarl.rollout.completions import (
     sampled_log_probs,
     top_tokens,
 )
+from qarl.rollout.engine_checks import check_operators, check_plugin
 from qarl.rollout.engine_config import EngineConfig, SamplingConfig, eager
 from qarl.rollout.kernel_request import kernel_request
 from qarl.rollout.live_counts import LiveCounts
@@ -94,13 +95,7 @@ class RolloutEngine:
         hf_config = AutoConfig.from_pretrained(
             config.model, trust_remote_code=config.trust_remote_code
         )
-        vllm_plugin.check_loaded(hf_config)
-        vllm_plugin.check_linears_loaded(config.kernels)
-        self._own_operators = config.aligned and torch.cuda.is_available()
-        if self._own_operators:
-            vllm_plugin.check_operators_loaded()
-        if not torch.cuda.is_available():
-            vllm_plugin.check_eager(hf_config, eager(config.enforce_eager))
+        check_plugin(config, hf_config)
         self.config = config
         self._counts_preemptions = engine_config.may_preempt(config, hf_config)
         self.weights: EngineWeights | None = None
@@ -149,14 +144,7 @@ class RolloutEngine:
             dtype=dtype,
         )
         check_same_layers(self.model(), self.expected)
-        if not self.config.kernels.by_engine:
-            from qarl.rollout.vllm_plugin.own_linears import check_in_use
-
-            check_in_use(self.model(), kernel_request(self.config.kernels, self.config.scheme.name))
-        if self._own_operators:
-            from qarl.rollout.vllm_plugin.cuda_operators import check_operators
-
-            check_operators()
+        check_operators(config, self.model())
         if self.config.adapters is not None:
             self.adapter = EngineAdapter(self.llm.llm_engine, self.model(), self.config.adapters)
         (self.weights,) = self.llm.collective_rpc(

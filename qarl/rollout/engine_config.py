@@ -33,9 +33,10 @@ from qarl.config.schema import BATCHED_TOKENS
 from qarl.errors import UserError
 from qarl.kernels.cpu.layer_ops import BLOCK_SIZE
 from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
+from qarl.kernels.registry import least_rows
 from qarl.process import configure_vllm_process
 from qarl.rollout.adapter_spec import AdapterSpec
-from qarl.rollout.kernel_request import engine_arguments, kernel_request
+from qarl.rollout.kernel_request import LEAST_ROWS_KEY, engine_arguments, kernel_request
 from qarl.schemes import Scheme
 from qarl.schemes.kernel_choice import KernelChoice
 from qarl.vllm_versions import FP32_HEAD, import_flashinfer, is_refusal
@@ -170,6 +171,7 @@ def llm_arguments(config: EngineConfig, *, statistics: bool = True) -> dict[str,
             config.scheme,
             aligned=config.aligned,
             eager=eager(config.enforce_eager),
+            max_num_seqs=config.max_num_seqs,
             kernels=config.kernels,
         )
     else:
@@ -259,14 +261,43 @@ GRAPHS: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_mode": "F
 
 
 def operator_arguments(
-    scheme: Scheme, *, aligned: bool, eager: bool, kernels: KernelChoice = KernelChoice.ENGINE
+    scheme: Scheme,
+    *,
+    aligned: bool,
+    eager: bool,
+    max_num_seqs: int,
+    kernels: KernelChoice = KernelChoice.ENGINE,
 ) -> dict[str, Any]:
     """Return vLLM's arguments on a GPU that decide which operators it runs. `aligned`: whether the trainer follows the
     engine's operators (levels `model` and `exact`). `eager`: whether it runs without CUDA graphs and compilation.
     `kernels`: a value of `quant.kernels`; the compiler does not know QaRL's own."""
-    arguments = dict(ENGINE_ARGUMENTS) if aligned else {}
-    compiled = scheme.input_activations is None and kernels.by_engine and not aligned
-    return arguments if eager or compiled else arguments | GRAPHS
+    arguments: dict[str, Any] = {}
+    compilation = dict(GRAPHS["compilation_config"])
+    if aligned:
+        arguments |= ENGINE_ARGUMENTS
+        least = least_rows(kernels, scheme.operands)
+        if least > 1:
+            arguments["additional_config"] = {LEAST_ROWS_KEY: least}
+            compilation |= capture_sizes(least, max_num_seqs)
+    if eager or compiles(scheme, aligned=aligned, kernels=kernels):
+        return arguments
+    return {**arguments, "compilation_config": compilation}
+
+
+def compiles(scheme: Scheme, *, aligned: bool, kernels: KernelChoice) -> bool:
+    """Return whether vLLM compiles the model of an engine on a GPU that is not eager: its default stays where the
+    trainer follows none of its operators."""
+    return scheme.input_activations is None and kernels.by_engine and not aligned
+
+
+def capture_sizes(least: int, requests: int) -> dict[str, list[int]]:
+    """Return vLLM's setting for CUDA graphs of steps of `least` to `requests` tokens, spaced as vLLM does. A step of
+    fewer tokens runs in the smallest graph. If there is none, return nothing."""
+    if requests < least:
+        return {}
+    first = -(-least // 8) * 8
+    spaced = [*range(first, 256, 8), *range(256, requests, 16)]
+    return {"cudagraph_capture_sizes": [size for size in spaced if size < requests] + [requests]}
 
 
 _BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"

@@ -9,6 +9,9 @@ from qarl.schemes.kernel_choice import KernelChoice
 REQUEST_KEY = "qarl_linears"
 """The entry of vLLM's `additional_config` that names QaRL's linear kernels. Every process of the engine gets it."""
 
+LEAST_ROWS_KEY = "qarl_least_rows"
+"""The entry with the rows that the engine's linears get at least (`LinearKernel.least_rows`)."""
+
 
 class KernelRequest(NamedTuple):
     """`kernels`: other than the engine's own. `scheme`: the name of the quantization scheme."""

@@ -7,11 +7,9 @@ Statements here about verl were checked against the source of verl 0.9.1.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from qarl import plugins
 from qarl.align.router import replays
 from qarl.checks.model import applied_level
 from qarl.checks.model_folder import hf_config_or_carried
@@ -25,14 +23,13 @@ from qarl.errors import UserError
 from qarl.lora.layers import adapted_leaves, target_linears
 from qarl.objectives import verl_functions
 from qarl.objectives.settings import SAME_IN_VERL, objective_settings
-from qarl.process import VLLM_ENVIRONMENT, waiting_threads
-from qarl.progress import live
 from qarl.quant.meta_model import meta_model
 from qarl.rollout.adapter_spec import AdapterSpec
 from qarl.rollout.engine_config import operator_arguments
 from qarl.rollout.vllm_plugin import experts_of
 from qarl.schemes import get_scheme
 from qarl.tbpo.config import KEYS
+from qarl.verl.environment import worker_environment
 from qarl.verl.keys import CORRECTION, PLUGIN
 from qarl.vllm_versions import FP32_HEAD
 
@@ -284,6 +281,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
             scheme,
             aligned=planned_level(config, on_cpu).follows_engine,
             eager=bool(rollout.enforce_eager),
+            max_num_seqs=rollout.max_num_seqs,
             kernels=config.quant.kernels,
         )
         keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in arguments.items()}
@@ -397,56 +395,3 @@ def cpu_keys(config: Config) -> Keys:
         "ray_kwargs.ray_init.num_cpus": 16 + 8 * ranks,
         "ray_kwargs.ray_init.num_gpus": ranks,
     }
-
-
-def set_environment(config: Config, on_cpu: bool) -> None:
-    """Set the variables of `worker_environment` in this process too. If verl has been imported before, its plugins did
-    not see VERL_PLATFORM, so register QaRL's platform now."""
-    os.environ.update(worker_environment(config, on_cpu))
-    if "verl" in sys.modules:
-        from qarl.verl.entry_point import register_cpu
-
-        register_cpu()
-
-
-def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
-    """Return the variables that verl, Ray and vLLM read in every process. Values that the user has set are kept.
-
-    Ray's runtime environment carries them to the workers. Without it a worker inherits only the environment of the Ray
-    daemon on its machine. The daemon lacks the driver's variables if Ray was started earlier or on a different machine.
-    """
-    defaults = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOG_STATS_INTERVAL": "600",  # otherwise vLLM logs a line every ten seconds
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "TOKENIZERS_PARALLELISM": "true",
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-    }
-    if on_cpu:
-        defaults |= {
-            "VERL_PLATFORM": "cpu",
-            "RAY_worker_niceness": "0",  # Ray's default, 15, starves its workers beside any other job
-            # Even in eager mode vLLM compiles two sampling helpers, which takes half a minute at the first request.
-            "TORCHDYNAMO_DISABLE": "1",
-            # This turns off multiprocessing, so vLLM's worker runs in the engine's process, which saves an import.
-            **VLLM_ENVIRONMENT,
-        }
-    variables = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    variables |= {
-        name: os.environ[name]
-        for name in ("VERL_PLATFORM", "QARL_PUBLISH_TIMEOUT", plugins.VARIABLE, live.VARIABLE)
-        if os.environ.get(name)
-    }
-    threads = config.trainer.num_threads or os.environ.get("OMP_NUM_THREADS")
-    if (
-        on_cpu and not threads
-    ):  # trainer processes share the cores, and engines use the same cores at other times
-        threads = max(1, len(os.sched_getaffinity(0)) // config.trainer.n_gpus_per_node)
-    if threads:  # otherwise Ray sets it to the number of CPUs that the worker requested
-        variables["OMP_NUM_THREADS"] = str(threads)
-        variables |= waiting_threads(int(threads)) if str(threads).isdecimal() else {}
-    if not config.trainer.progress:
-        variables[live.VARIABLE] = live.OFF
-    if config.trainer.report:
-        variables |= {"QARL_SAMPLES_IN": str(config.run_dir.resolve())}
-    return variables | {"VERL_FILE_LOGGER_PATH": str((config.run_dir / "verl.jsonl").resolve())}

@@ -44,7 +44,8 @@ from qarl.metrics.validation import MEAN
 from qarl.process import runs_on_cpu
 from qarl.trainer.finish import finish_run
 from qarl.verl import checks
-from qarl.verl.config import hf_config_of, set_environment, verl_keys
+from qarl.verl.config import hf_config_of, verl_keys
+from qarl.verl.environment import set_environment
 from qarl.verl.failures import as_user_error, what_resumes
 from qarl.verl.followed_log import MetricsFollower
 from qarl.verl.resume import open_verl_run

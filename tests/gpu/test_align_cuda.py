@@ -349,7 +349,8 @@ def test_log_softmax() -> None:
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a16"])
 def test_linears_of_few_and_many_rows(scheme: str) -> None:
-    """vLLM's own kernels: in W8A8 a row's bits must not depend on the other rows, nor on the fused q, k and v."""
+    """vLLM's own kernels: in W8A8 and FP8 a row's bits must not depend on the other rows, nor on the fused q, k and v.
+    In FP8 because the kernel pads a product of few rows."""
     from qarl.kernels.registry import choose_linear_kernel
     from qarl.quant import get_scheme, quantize
 
@@ -372,4 +373,4 @@ def test_linears_of_few_and_many_rows(scheme: str) -> None:
     }.items():
         share = float((output != whole).float().mean())
         print(f"{scheme} {kernel.name}, {name}: {share:.2e} of the outputs differ")
-        assert share == 0 or scheme != "w8a8"
+        assert share == 0 or scheme == "w4a16"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +16,16 @@ from random_models import save_random_model
 
 from qarl.errors import UserError
 from qarl.kernels import reference
-from qarl.kernels.cuda import layer_ops
+from qarl.kernels.cuda import layer_ops, whole_sums
 from qarl.quant import get_scheme
 from qarl.rollout.engine_config import operator_arguments
 from qarl.rollout.vllm_plugin import check_operators_loaded
 
 required()
 
-ALIGNED = operator_arguments(get_scheme("w8a8"), aligned=True, eager=False)
-EAGER = operator_arguments(get_scheme("w8a8"), aligned=True, eager=True) | {"enforce_eager": True}
+OPERATORS = partial(operator_arguments, get_scheme("w8a8"), aligned=True, max_num_seqs=256)
+ALIGNED = OPERATORS(eager=False)
+EAGER = OPERATORS(eager=True) | {"enforce_eager": True}
 
 
 @pytest.fixture(autouse=True)
@@ -201,3 +203,19 @@ def test_the_level_is_built_where_vllm_runs_flash_attention_3(
     pretend(monkeypatch, capability)
     assert get_flash_attn_version() == version
     assert (layer_ops.attention_unavailable(capability) is None) == (version == 3)
+
+
+def test_pytorch_takes_what_exact_asks_of_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
+    preferred = library()
+    splits = "allow_bf16_reduced_precision_reduction"
+    allowed = (getattr(matmul, splits), getattr(matmul, f"{splits}_split_k"))
+    for name, value in whole_sums.VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    try:
+        whole_sums.apply()
+        assert "lt" in str(library()).lower()
+        assert (getattr(matmul, splits), getattr(matmul, f"{splits}_split_k")) == (False, False)
+    finally:
+        library(preferred)
+        setattr(matmul, splits, allowed)

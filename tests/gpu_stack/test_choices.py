@@ -22,6 +22,7 @@ from random_models import save_random_model
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.cuda import vllm_linears
 from qarl.kernels.int4 import to_marlin
+from qarl.kernels.reference import quantize_fp8_cuda
 from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel
 from qarl.rollout.chosen_kernel import chosen_kernel
 from qarl.schemes import QuantArgs, Scheme, get_scheme
@@ -124,6 +125,71 @@ def test_linears(
     except ValueError as error:
         doctor = f"nothing ({error})"
     assert doctor == engine or (doctor.startswith("nothing") and engine.startswith("nothing"))
+
+
+@pytest.fixture(scope="module")
+def aligned_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """That of an FP8 engine at level `model`."""
+    folder = save_random_model(tmp_path_factory.mktemp("aligned"))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        pretend(monkeypatch, (9, 0))
+        return engine_config(folder, get_scheme("fp8"), ("lm_head",), aligned=True)
+
+
+@pytest.mark.parametrize("gpu", [(9, 0)], indirect=True, ids=str)
+@pytest.mark.parametrize("shape", [(48, 64), (48, 72)], ids=str)
+def test_fp8_linears_of_an_aligned_engine_get_enough_rows(
+    gpu: tuple[int, int],
+    aligned_config: Any,
+    shape: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where vLLM pads K to a multiple of 16. The operators, which a CPU lacks, are PyTorch's."""
+    from vllm import _custom_ops as ops
+
+    from qarl.rollout.vllm_plugin import check_operators_loaded
+
+    rows_seen = []
+
+    def scaled_fp8_quant(
+        x: torch.Tensor, scale: None, num_token_padding: int, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert named["use_per_token_if_dynamic"] and named["scale_ub"] is None
+        values, scales = quantize_fp8_cuda(x)
+        missing = max(num_token_padding - len(x), 0)
+        garbage = torch.full((missing, x.shape[1]), 1.0).to(values.dtype)
+        return torch.cat((values, garbage)), torch.cat(
+            (scales, torch.full((missing, 1), torch.nan))
+        )
+
+    def cutlass_scaled_mm(
+        a: torch.Tensor, b: torch.Tensor, out_dtype: Any, scale_a: Any, scale_b: Any, bias: Any
+    ) -> torch.Tensor:
+        rows_seen.append(len(a))
+        return ((a.double() @ b.double()) * scale_a * scale_b.view(1, -1)).to(out_dtype)
+
+    monkeypatch.setattr(ops, "scaled_fp8_quant", scaled_fp8_quant)
+    monkeypatch.setattr(ops, "cutlass_scaled_mm", cutlass_scaled_mm)
+    check_operators_loaded()
+    with process_groups(aligned_config):
+        kernel = layer_of(get_scheme("fp8"), shape).scheme.fp8_linear
+    assert type(kernel).__name__ == "QaRLPaddedFP8LinearKernel"
+    torch.manual_seed(0)
+    weight, scale = torch.randn(shape).to(torch.float8_e4m3fn), torch.rand(shape[0], 1) + 0.5
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight.t(), requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+    kernel.process_weights_after_loading(layer)
+    x = torch.randn(300, shape[1]).bfloat16()
+    values, scales = quantize_fp8_cuda(x)
+    exact = values.double() @ weight.double().t() * scales * scale.t()
+    for rows in (1, 64, 65, 300):
+        for y in (
+            kernel.apply_weights(layer, x[:rows]),
+            kernel.apply_weights(layer, x[None, :rows])[0],
+        ):
+            torch.testing.assert_close(y.double(), exact[:rows], rtol=1e-6, atol=1e-6)
+    assert rows_seen == [65, 65, 65, 65, 65, 65, 300, 300]
 
 
 @dataclass(frozen=True)

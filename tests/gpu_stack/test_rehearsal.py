@@ -29,6 +29,7 @@ from qarl.checks.memory_parts import ranks
 from qarl.checks.model_size import ModelSize
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel
+from qarl.rollout.kernel_request import LEAST_ROWS_KEY
 from qarl.schemes import get_scheme
 from qarl.verl.run import UNKNOWN_GPU_BYTES
 
@@ -132,7 +133,7 @@ def ours(start: str, folder: Path, tmp_path: Path) -> Any:
 def resolved(start: str, folder: Path, ours: Any) -> Any:
     """verl's config of a start on GPUs."""
     if start in VERL_CONFIGS:
-        from qarl.verl.config import set_environment
+        from qarl.verl.environment import set_environment
         from qarl.verl.run import verl_config
 
         set_environment(ours, False)
@@ -257,6 +258,8 @@ def test_the_kernels_on_hopper(resolved: Any, engine: Any, ours: Any) -> None:
         quant.scheme == "w4a16" and quant.group_size == 32
     ):  # the quickstart's: Machete has groups of 64 and 128
         of_engine, of_trainer = "MarlinLinearKernel", "vllm_marlin"
+    if LEAST_ROWS_KEY in engine.additional_config:  # QaRL's subclass of the same kernel pads rows
+        of_engine = "QaRLPaddedFP8LinearKernel"
     assert len(linears) == (2 if size.experts else 4) and set(linears.values()) == {of_engine}
     assert experts == ({STACKS[quant.scheme][0]} if size.experts else set())
     assert routers == ({"UnquantizedLinearMethod"} if size.experts else set())

@@ -150,12 +150,11 @@ def flash_attention_backward(
 ) -> tuple[torch.Tensor, ...]:
     """Do the same as `layer_ops.flash_attention_backward`, in PyTorch: weights are exp(score - log of the sum), and
     their gradient needs the product of output and gradient, not the forward's weights."""
-    rows = zip(
-        *(tensor.split(list(lengths)) for tensor in (grad, query, key, value, output)),
-        log_sums.split(list(lengths), 1),
-        strict=True,
-    )
-    grads = [_row_backward(*row, scale) for row in rows]
+    operands = [tensor.split(list(lengths)) for tensor in (grad, query, key, value, output)]
+    grads = [
+        _row_backward(*row, log_sums=sums, scale=scale)
+        for *row, sums in zip(*operands, log_sums.split(list(lengths), 1), strict=True)
+    ]
     return tuple(torch.cat(parts).bfloat16() for parts in zip(*grads, strict=True))
 
 
@@ -165,6 +164,7 @@ def _row_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     output: torch.Tensor,
+    *,
     log_sums: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, ...]:

@@ -31,7 +31,7 @@ from qarl.checks.model_size import ModelSize
 from qarl.config.actor import ActorConfig
 from qarl.config.level import Level
 from qarl.errors import UserError
-from qarl.rollout.engine_config import graph_arguments
+from qarl.rollout.engine_config import compiles
 from qarl.schemes import UNQUANTIZED, Scheme, get_scheme
 from qarl.schemes.kernel_choice import KernelChoice
 from qarl.step.old_log_probs import expected_share
@@ -89,7 +89,6 @@ def _levels(work: Work, scheme: Scheme) -> list[Level]:
 def setup(work: Work, rates: Rates, scheme: Scheme, level: Level, choice: KernelChoice) -> Setup:
     """Return what a scheme, a level and a value of quant.kernels make of a run."""
     trained = scheme if level.low_bit else UNQUANTIZED
-    arguments = graph_arguments(scheme, aligned=level.follows_engine, kernels=choice)
     share = expected_share(
         work.old_log_probs,
         exact=level.follows_engine and _device(rates) in EXACT_DEVICES,
@@ -99,7 +98,7 @@ def setup(work: Work, rates: Rates, scheme: Scheme, level: Level, choice: Kernel
     return Setup(
         engine=multiplier(rates.product, scheme, choice),
         trainer=multiplier(rates.product, trained, choice),
-        compiled=not arguments,
+        compiled=compiles(scheme, aligned=level.follows_engine, kernels=choice),
         recomputed=share,
     )
 

@@ -10,8 +10,8 @@ On a CPU, the plugin adds four things that vLLM lacks:
 
 On other devices, vLLM's own backends serve experts.
 
-On a GPU, it adds QaRL's own norms, and vLLM's attention with one order over the keys. An engine uses them only at level
-`model` (`cuda_operators.py`).
+On a GPU, it adds what an engine uses only at level `model`: QaRL's own norms, vLLM's attention with one order over the
+keys (`cuda_operators.py`), and vLLM's FP8 linears with a least number of rows (`cuda_linears.py`).
 
 On every device, the plugin also registers two things:
 
@@ -42,6 +42,7 @@ _TRANSFER_CLASSES = ("QaRLTransferEngine", "QaRLTrainerTransfer")
 _CALLED = "vLLM has not called it"
 _why_not: dict[str, str | None] = {
     "own_linears": _CALLED,
+    "cuda_linears": _CALLED,
     "cuda_operators": _CALLED,
     "cpu_experts": _CALLED,
     "cpu_bf16_linears": _CALLED,
@@ -88,12 +89,10 @@ def check_linears_loaded(kernels: KernelChoice) -> None:
 
 def check_operators_loaded() -> None:
     """Raise UserError if the operators that the trainer follows at level `model` on a GPU are not registered."""
-    if _loaded("cuda_operators") is not None:
-        raise _error(
-            "cuda_operators",
-            "vLLM runs without QaRL's norms and attention",
-            "quant.align=model on a GPU, ",
-        )
+    for module in ("cuda_operators", "cuda_linears"):
+        if _loaded(module) is not None:
+            what = "vLLM runs without QaRL's operators for GPUs"
+            raise _error(module, what, "quant.align=model on a GPU, ")
 
 
 def check_loaded(hf_config: Any) -> None:

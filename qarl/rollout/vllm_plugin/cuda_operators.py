@@ -3,6 +3,7 @@
     norms       `qarl.kernels.triton.norms`. vLLM's norms call `vllm.ir.ops.rms_norm` and `fused_add_rms_norm`, which
                 choose among registered implementations by a list of priorities, an argument of each engine
     attention   `cuda_attention.py`, under the name CUSTOM of vLLM's registry of attention backends
+    BF16        with `quant.align=exact`, cuBLAS does not split its sums (`qarl.kernels.cuda.whole_sums`)
 
 All other engines run vLLM's own. vLLM infers the operators' schemas from the annotations below, so they are not texts.
 """
@@ -13,6 +14,7 @@ from vllm import ir
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from qarl.errors import UserError
+from qarl.kernels.cuda import whole_sums
 from qarl.kernels.cuda.layer_ops import NORM_PROVIDER, NORMS
 from qarl.kernels.triton import norm_widths
 
@@ -44,7 +46,7 @@ def fused_add_rms_norm(
     return norms.add_rms_norm(x, x_residual, weight, epsilon, in_place=True)
 
 
-def _served(
+def _takes(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
     """Whether the kernel takes these arguments. For all others vLLM's operator stays."""
@@ -56,21 +58,22 @@ def _served(
     )
 
 
-def _served_with_residual(
+def _takes_with_residual(
     x: Tensor,
     x_residual: Tensor,
     weight: Tensor | None,
     epsilon: float,
     variance_size: int | None = None,
 ) -> bool:
-    return x_residual.shape == x.shape and _served(x, weight, epsilon, variance_size)
+    return x_residual.shape == x.shape and _takes(x, weight, epsilon, variance_size)
 
 
 def register() -> None:
-    """Register norms and attention with vLLM, once in a process."""
-    alone = ir.ops.rms_norm.register_impl(NORM_PROVIDER, supports_args=_served)
+    """Register norms and attention with vLLM, once in a process. Where a run asks for it, keep cuBLAS's sums whole."""
+    whole_sums.apply()
+    alone = ir.ops.rms_norm.register_impl(NORM_PROVIDER, supports_args=_takes)
     behind_sum = ir.ops.fused_add_rms_norm.register_impl(
-        NORM_PROVIDER, supports_args=_served_with_residual, inplace=True
+        NORM_PROVIDER, supports_args=_takes_with_residual, inplace=True
     )
     alone(rms_norm)
     behind_sum(fused_add_rms_norm)

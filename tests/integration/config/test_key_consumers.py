@@ -19,9 +19,10 @@ from qarl import train
 from qarl.config import ConfigError
 from qarl.config.multi_turn import MultiTurnConfig
 from qarl.errors import UserError
+from qarl.kernels.cuda import whole_sums
 from qarl.trainer import local
 from qarl.verl.checks import refuse_unsupported
-from qarl.verl.config import worker_environment
+from qarl.verl.environment import worker_environment
 from qarl.verl.run import verl_keys
 
 pytestmark = [pytest.mark.long, pytest.mark.verl]
@@ -285,3 +286,13 @@ def test_verl_is_given_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
         for n in (1, 3)
     }
     assert threads == {"1", "3"}
+
+
+@pytest.mark.parametrize("level", ["model", "exact"])
+def test_exact_asks_cublas_for_whole_sums_in_every_process(level):
+    config = quickstart(**{"quant.align": level})
+    for on_cpu in (True, False):
+        variables = worker_environment(config, on_cpu)
+        asked = {name: variables.get(name) for name in whole_sums.VARIABLES}
+        expected = whole_sums.VARIABLES if level == "exact" and not on_cpu else {}
+        assert asked == dict.fromkeys(whole_sums.VARIABLES) | expected

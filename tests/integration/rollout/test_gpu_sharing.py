@@ -17,7 +17,8 @@ from qarl.checks.machine import Machine
 from qarl.checks.registry import CHECKS
 from qarl.errors import UserError
 from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutEngine, SamplingConfig
-from qarl.rollout.engine_config import check_free_memory, llm_arguments
+from qarl.rollout.engine_config import capture_sizes, check_free_memory, llm_arguments
+from qarl.rollout.kernel_request import LEAST_ROWS_KEY
 from qarl.rollout.recovery import RecoveringEngine
 from qarl.schemes import get_scheme
 from qarl.schemes.kernel_choice import KernelChoice
@@ -289,10 +290,29 @@ def test_what_is_captured_and_compiled_on_a_gpu(
     wanted = (
         {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if graphs and not vllms_default else None
     )
+    padded = aligned and scheme == "fp8" and kernels.by_engine
+    if wanted is not None and padded:
+        wanted |= {"cudagraph_capture_sizes": [*range(72, 256, 8), 256]}
     assert arguments.get("compilation_config") == wanted
+    rows = arguments.get("additional_config", {}).get(LEAST_ROWS_KEY)
+    assert rows == (65 if padded else None)
     assert (
         not {"enable_prefix_caching", "enable_chunked_prefill"} & arguments.keys()
     )  # vLLM's defaults, both on
+
+
+@pytest.mark.parametrize(
+    ("requests", "sizes"),
+    [
+        (64, None),
+        (65, [65]),
+        (72, [72]),
+        (100, [72, 80, 88, 96, 100]),
+        (300, [*range(72, 256, 8), 256, 272, 288, 300]),
+    ],
+)
+def test_graphs_begin_at_the_least_rows(requests: int, sizes: list[int] | None) -> None:
+    assert capture_sizes(65, requests).get("cudagraph_capture_sizes") == sizes
 
 
 def test_on_a_cpu_the_default_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,14 +98,17 @@ def composed(*overrides: str) -> DictConfig:
         return compose("ppo_trainer", overrides=[*FIXED, *overrides])
 
 
-def test_on_gpus_the_group_gives_the_engine_what_the_level_needs():
+@pytest.mark.parametrize("scheme", ["w4a16", "fp8"])
+def test_on_gpus_the_group_gives_the_engine_what_the_level_needs(scheme):
+    """But for the sizes of CUDA graphs, which follow from the number of requests."""
     prefix = "+actor_rollout_ref.rollout.engine_kwargs.vllm."
-    ours = verl_keys(quickstart(**{"quant.align": "model"}), False)
+    ours = verl_keys(quickstart(**{"quant.align": "model", "quant.scheme": scheme}), False)
     vllm = OmegaConf.to_container(
-        composed("+qarl=w4a16").actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True
+        composed(f"+qarl={scheme}").actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True
     )
     for key, value in ENGINE_ARGUMENTS.items():
         assert vllm[key] == ours[prefix + key] == value
+    assert vllm.get("additional_config") == ours.get(prefix + "additional_config")
     quant = composed(
         "+qarl=w4a16", "actor_rollout_ref.rollout.enforce_eager=true"
     ).actor_rollout_ref.actor.fsdp_config

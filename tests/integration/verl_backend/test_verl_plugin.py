@@ -58,7 +58,7 @@ import verl
 from verl.plugin.platform import PlatformRegistry, get_platform
 assert "cpu" not in PlatformRegistry.registered_names()
 from qarl.config import load_config
-from qarl.verl.config import set_environment
+from qarl.verl.environment import set_environment
 set_environment(load_config(["config=quickstart.yaml", "backend=verl"]), on_cpu=True)
 assert type(get_platform()).__name__ == "CPUPlatform", get_platform()
 """

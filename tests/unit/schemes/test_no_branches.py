@@ -15,7 +15,9 @@ SHARED = ("base", "registry", "kernel_choice", "checkpoint_config", "plan_terms"
 """Modules of qarl/schemes that are about all schemes."""
 OTHER_MEANINGS = {
     "qarl/bench/plan/devices.py": ("fp8",),  # a rate of a data sheet
-    "qarl/rollout/vllm_plugin/own_linears.py": ("fp8",),  # vLLM's name for a kind of kernels
+    # vLLM's name for a kind of kernels
+    "qarl/rollout/vllm_plugin/own_linears.py": ("fp8",),
+    "qarl/rollout/vllm_plugin/cuda_linears.py": ("fp8",),
     # rows of tiles.json, by the product that is tuned
     "qarl/kernels/triton/scaled_mm.py": ("w8a8", "fp8"),
     "qarl/kernels/triton/w4a16.py": ("w4a16",),

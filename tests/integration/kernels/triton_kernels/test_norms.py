@@ -47,11 +47,11 @@ def test_the_residual_is_added_and_rounded_first(width: int, in_place: bool) -> 
     x, residual, weight = random(5, width), random(5, width, seed=2, scale=8), random(width, seed=1)
     total = x + residual
     alone = rms_norm(total, weight, EPSILON)
-    kept = x.clone()
+    before = x.clone()
     output, stored = add_rms_norm(x, residual, weight, EPSILON, in_place=in_place)
     assert torch.equal(stored, total) and torch.equal(output, alone)
     assert (output is x and stored is residual) == in_place
-    assert in_place or torch.equal(x, kept)
+    assert in_place or torch.equal(x, before)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from muon import zeropower_via_newtonschulz5
 from torch import Tensor
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the quintic on Keller Jordan's page."""
 
 
 def twin_advantages(config: Any, rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
@@ -68,8 +72,23 @@ def total_norm(gradients: dict[str, Tensor]) -> float:
     return math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
 
 
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Muon's five Newton-Schulz steps in float64, of a matrix divided by its norm."""
+    a, b, c = NEWTON_SCHULZ
+    x = matrix.double()
+    wide = x if x.shape[-2] <= x.shape[-1] else x.mT
+    wide = wide / (wide.norm() + 1e-7)
+    for _ in range(5):
+        gram = wide @ wide.mT
+        wide = a * wide + (b * gram + c * gram @ gram) @ wide
+    return wide if x.shape[-2] <= x.shape[-1] else wide.mT
+
+
 class TwinOptimizer:
-    """AdamW, and Muon for the matrices of the decoder blocks. Its state is its own; gradients are given."""
+    """AdamW, and Muon for the matrices of the decoder blocks. Its state is its own; gradients are given.
+
+    `rounding`: of the last change, float64: how far it is from that of the package's Newton-Schulz steps in BF16. It is
+    0 for AdamW, whose rule is FP32."""
 
     def __init__(self, optim: Any) -> None:
         self.optim = optim
@@ -90,10 +109,12 @@ class TwinOptimizer:
             state["first"] = beta * state["first"] + (1 - beta) * gradient
             ahead = (1 - beta) * gradient + beta * state["first"]
             rows, columns = weight.shape[-2:]
-            update = zeropower_via_newtonschulz5(ahead, steps=5).double() * math.sqrt(
-                max(1.0, rows / columns)
-            )
+            shape = math.sqrt(max(1.0, rows / columns))
+            update = orthogonalized(ahead) * shape
+            rounded = zeropower_via_newtonschulz5(ahead, steps=5).double() * shape
+            self.rounding = rate * (rounded - update)
             return -rate * (update + self.optim.weight_decay * weight)
+        self.rounding = torch.zeros((), dtype=torch.float64)
         rate = self.optim.lr * factor
         beta1, beta2 = self.optim.betas
         state["first"] = beta1 * state["first"] + (1 - beta1) * gradient
@@ -130,7 +151,8 @@ class TwinScale:
 
 
 def difference(change: Tensor, before: Tensor, after: Tensor) -> float:
-    """The error of `after`, as a share of the change, less what FP32 rounds."""
+    """The error of `after`, as a share of the change, less what FP32 rounds: the weight after its decay, and again
+    after the update."""
     error = (after.double() - before.double() - change).norm()
-    rounded = before.double().norm() * 2**-24
+    rounded = 2 * before.double().norm() * 2**-24
     return float((error - rounded).clamp(min=0) / change.norm().clamp(min=1e-30))

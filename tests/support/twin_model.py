@@ -3,6 +3,9 @@
 compressed-tensors' own functions turn the wire's tensors into weights. Activations are quantized token by token with
 the formulas of vLLM's operators: absmax / 127 for int8, absmax / 448 for e4m3. The gradient goes straight through.
 Rows are computed one by one, without padding or packing.
+
+The same model in BF16 or FP16, transformers' own again, says how much of a difference is rounding: it has a rounding at
+every operator, as the trainer has, but none of QaRL's code.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from compressed_tensors_rule import PRESETS
 from torch import Tensor, nn
 
 SCALES = "weight_scale"
+STACKS = ("experts.gate_up_proj", "experts.down_proj")
+"""Ends of the names of transformers' parameters that hold all experts of a layer. On the wire `.weight` follows."""
 
 
 def dequantized(published: Mapping[str, Tensor], scheme: str, group_size: int) -> dict[str, Tensor]:
@@ -26,7 +31,7 @@ def dequantized(published: Mapping[str, Tensor], scheme: str, group_size: int) -
     for name, tensor in published.items():
         owner, _, leaf = name.rpartition(".")
         if owner not in layers or leaf == "bias":
-            weights[name] = tensor.double()
+            weights[owner if owner.endswith(STACKS) else name] = tensor.double()
     for layer in layers:
         state = {
             name.rpartition(".")[2]: tensor
@@ -46,25 +51,26 @@ def rounded_activations(x: Tensor, scheme: str) -> Tensor:
     """What a linear of `scheme` multiplies instead of `x`, with the gradient of `x`."""
     if scheme not in ("w8a8", "w4a8", "fp8"):
         return x
-    largest = x.detach().abs().amax(-1, keepdim=True).clamp(min=1e-10)
+    exact = x.detach().double()
+    largest = exact.abs().amax(-1, keepdim=True).clamp(min=1e-10)
     if scheme == "fp8":
         scale = largest / 448
-        codes = (x.detach() / scale).float().to(torch.float8_e4m3fn).double()
+        codes = (exact / scale).float().to(torch.float8_e4m3fn).double()
     else:
         scale = largest / 127
-        codes = (x.detach() / scale).round().clamp(-128, 127)
-    return x + (codes * scale - x.detach())
+        codes = (exact / scale).round().clamp(-128, 127)
+    return x + ((codes * scale).to(x.dtype) - x.detach())
 
 
 class TwinModel:
-    """`model`: the float64 model. `load` sets its weights."""
+    """`model`: the model in `dtype`, float64 unless it is to show what rounding does. `load` sets its weights."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float64) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config: Any = AutoConfig.from_pretrained(folder)
         self.model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float64, attn_implementation="eager"
+            config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
         ).eval()
         self._hooks: list[Any] = []
 
@@ -86,8 +92,8 @@ class TwinModel:
         ]
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """float64 [tokens, vocabulary]."""
-        return self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+        """float64 [tokens, vocabulary], rounded if the model is."""
+        return self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].double()
 
     def log_probs(
         self, prompt: Sequence[int], response: Sequence[int], temperature: float
@@ -103,16 +109,19 @@ class TwinModel:
     def gradients(
         self, rows: Sequence[tuple[Sequence[int], Sequence[int], Tensor]], temperature: float
     ) -> dict[str, Tensor]:
-        """By parameter: the gradient of the sum over `rows` (prompt, response, d loss / d log-prob)."""
-        self.model.zero_grad(set_to_none=True)
+        """By parameter: the gradient of the sum over `rows` (prompt, response, d loss / d log-prob), float64."""
+        named = dict(self.model.named_parameters())
+        total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in named.items()}
         for prompt, response, gradient in rows:
-            if response:
-                log_probs = self.log_probs(prompt, response, temperature)
-                log_probs.backward(gradient[: len(response)].double())
-        return {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in self.model.named_parameters()
-        }
+            if not response:
+                continue
+            self.model.zero_grad(set_to_none=True)
+            log_probs = self.log_probs(prompt, response, temperature)
+            log_probs.backward(gradient[: len(response)].double())
+            for name, parameter in named.items():
+                if parameter.grad is not None:
+                    total[name] += parameter.grad.double()
+        return total
 
     @torch.no_grad()
     def adapt(self, adapter: Mapping[str, Any] | None) -> None:
@@ -126,4 +135,5 @@ class TwinModel:
                 continue
             b = adapter["tensors"][name.replace("lora_A", "lora_B")]
             linear = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            own[f"{linear}.weight"].add_(factor * b.double() @ a.double())
+            weight = own[f"{linear}.weight"]
+            weight.copy_(weight.double() + factor * b.double() @ a.double())

@@ -42,6 +42,7 @@ ROWS: dict[str, list[str]] = {
         "quant.align=off",
         "optim.master_dtype=bf16",
         "optim.lr=1e-3",
+        "optim.weight_decay=0.2",
         "actor.loss=grpo",
         "actor.loss_agg_mode=token-mean",
         "actor.clip_ratio_low=0.05",
@@ -123,11 +124,20 @@ ROWS: dict[str, list[str]] = {
         "actor.tau_neg=2.0",
         "actor.old_log_probs=rollout",
     ],
+    "sapo-w8a8-three_updates": [
+        "quant.scheme=w8a8",
+        "optim.lr=1e-2",
+        "optim.lr_warmup_steps=0",
+        "actor.loss=sapo",
+        "actor.ppo_mini_batch_size=4",
+        "actor.ppo_epochs=3",
+    ],
     "reinforce-sequence-muon_bf16": [
         "quant.scheme=bf16",
         "optim.name=muon",
         "optim.master_dtype=bf16",
         "optim.lr=1e-3",
+        "optim.weight_decay=0.2",
         "actor.loss=reinforce",
         "rollout_correction.rollout_is=sequence",
         "rollout_correction.rollout_is_mode=icepop",
@@ -142,6 +152,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("twin") / "model", initializer_range=0.12)
 
 
+@pytest.fixture(scope="module")
+def experts_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts in which every token goes to all of them: with a choice, the rounding of the router would
+    send some tokens elsewhere, which is no small error."""
+    folder = tmp_path_factory.mktemp("twin") / "experts"
+    every = {"num_experts": 4, "num_experts_per_tok": 4, "initializer_range": 0.12}
+    return save_random_model(folder, "qwen3_moe", **every)
+
+
 NEEDS = {"tbpo-w4a16-cosine": needs_w4a16_cpu}
 PARAMETERS = [pytest.param(row, marks=NEEDS.get(row, ())) for row in ROWS]
 
@@ -150,6 +169,12 @@ PARAMETERS = [pytest.param(row, marks=NEEDS.get(row, ())) for row in ROWS]
 def test_two_steps_are_those_of_the_twin(row: str, model: Path, tmp_path: Path) -> None:
     settings = settings_for(tmp_path, model, *ROWS[row])
     follow(recorded_trainer(settings), 2)
+
+
+def test_two_steps_of_experts_are_those_of_the_twin(experts_model: Path, tmp_path: Path) -> None:
+    """Their stacks, the routing weights, and the router's own gradient."""
+    keys = ["quant.scheme=bf16", "optim.lr=1e-3", "optim.weight_decay=0.1", "actor.loss=grpo"]
+    follow(recorded_trainer(settings_for(tmp_path, experts_model, *keys)), 2)
 
 
 @pytest.mark.parametrize("row", ["tbpo-grpo-w8a8-adamw", "gspo-rejection-fp16"])

@@ -137,7 +137,9 @@ def outcome_advantages(
 ) -> Tensor:
     """Return verl's advantages `name` ("rloo", "reinforce_plus_plus"), FP32 [batch], 0 for an empty response.
 
-    `rewards`, `lengths`: [batch]. Like verl's reward managers, this puts the reward on the last token of a response.
+    `rewards`, `lengths`: [batch]. Like verl's reward managers, this puts the reward on the last token of a response,
+    and that of an empty response where its mask is 0: verl's group baselines (rloo) sum over all tokens, so it counts
+    among the rewards of its group, and its whitening (reinforce) over those of the mask, so there it does not.
     verl computes an advantage per token; all tokens of a response get the same advantage."""
     import numpy as np
 
@@ -148,8 +150,8 @@ def outcome_advantages(
     positions = torch.arange(longest, device=lengths.device)
     mask = (positions < lengths[:, None]).float()
     scores = torch.zeros_like(mask)
-    rows = (lengths > 0).nonzero().flatten()
-    scores[rows, lengths[rows] - 1] = rewards.float()[rows]
+    last = (lengths - 1) % longest
+    scores[torch.arange(len(lengths), device=lengths.device), last] = rewards.float()
     function = core.get_adv_estimator_fn(name)
     index = np.array([str(group_id) for group_id in group_ids])
     config = AlgoConfig(gamma=1.0)

@@ -33,7 +33,8 @@ def step_advantages(config: Config, rewards: Tensor, lengths: Sequence[int]) -> 
         grpo      GRPO's advantages
         dr_grpo   GRPO's without the division by the standard deviation (arXiv 2503.20783)
         rloo      verl's function
-    If the objective whitens rewards (reinforce), verl's function does so over the tokens of the batch instead.
+    If the objective whitens rewards (reinforce), verl's function does so over the tokens of the batch instead. An empty
+    response has no token there, while its reward counts in the baseline of its group.
     """
     algorithm = config.algorithm
     group_ids = [i // config.rollout.n for i in range(len(lengths))]
@@ -46,12 +47,9 @@ def step_advantages(config: Config, rewards: Tensor, lengths: Sequence[int]) -> 
 
 
 def _verls(name: str, rewards: Tensor, group_ids: Sequence[Hashable], lengths: Tensor) -> Tensor:
-    """Return the advantages of verl's estimator `name`, for which the score of an empty response is 0."""
+    """Return the advantages of verl's estimator `name`."""
     advantages = verl_functions.outcome_advantages(name, rewards, group_ids, lengths)
-    filled = lengths > 0
-    equal = equal_rewards(
-        torch.where(filled, rewards, 0.0), group_ids, baseline=baseline_of(name), filled=filled
-    )
+    equal = equal_rewards(rewards, group_ids, baseline=baseline_of(name), filled=lengths > 0)
     return advantages.masked_fill(equal.to(advantages.device), 0.0)
 
 

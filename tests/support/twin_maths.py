@@ -20,13 +20,10 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def twin_advantages(config: Any, rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """One advantage per response. verl's functions see a reward at the last token, so an empty response has none."""
+    """One advantage per response. The reward of an empty response counts in the baseline of its group, as in verl."""
     estimator, size = config.algorithm.adv_estimator, config.rollout.n
-    at_tokens = [reward if length else 0.0 for reward, length in zip(rewards, lengths, strict=True)]
     if config.actor.loss == "reinforce":
-        return _whitened(at_tokens, lengths)
-    if estimator == "rloo":
-        rewards = at_tokens
+        return _whitened(rewards, lengths)
     advantages = []
     for start in range(0, len(rewards), size):
         group = [float(reward) for reward in rewards[start : start + size]]

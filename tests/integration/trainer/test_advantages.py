@@ -173,8 +173,40 @@ def test_an_empty_response_does_not_make_equal_rewards_differ(empty: float) -> N
     assert noise.any()  # the noise that would be trained on
 
 
+BY_HAND = {
+    # rewards 1, 0.8, 0; the mean is 0.6; the squares of the differences are 0.16, 0.04, 0.36, over 2: 0.28
+    "grpo": [0.4 / 0.28**0.5, -0.6 / 0.28**0.5],
+    "dr_grpo": [0.4, -0.6],
+    "rloo": [1 - (0.8 + 0) / 2, 0 - (1 + 0.8) / 2],
+    # tokens 1, 1, 0; the mean is 2/3; the squares are 1/9, 1/9, 4/9, over 2: 1/3
+    "reinforce": [(1 / 3) * 3**0.5, (-2 / 3) * 3**0.5],
+}
+"""Advantages of the responses of 2 and 1 tokens beside an empty one, whose reward is 0.8."""
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize("backend", ["local", "verl"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_the_reward_of_an_empty_response_counts_in_its_group_as_in_verl(
+    choice: str, backend: str
+) -> None:
+    rewards = [1.0, 0.8, 0.0]
+    lengths = [2, 0, 1]
+    config = config_of(choice, backend, n=3)
+    if backend == "local":
+        found = step_advantages(config, torch.tensor(rewards), lengths).tolist()
+    else:
+        rows = [(f"0_{i}_0", *pair) for i, pair in enumerate(zip(rewards, lengths, strict=True))]
+        found = [row[0] for row in in_verl(rows, config=config)]
+        assert found[1] == 0, "it has no token to train"
+    assert [found[0], found[2]] == pytest.approx(BY_HAND[choice], rel=1e-5)
+
+
 def in_verl(
-    rows: list[tuple[str, float, int]], padding: tuple[str, ...] = (), **keys: Any
+    rows: list[tuple[str, float, int]],
+    padding: tuple[str, ...] = (),
+    config: Any = None,
+    **keys: Any,
 ) -> list[list[float]]:
     """The advantages of rows with verl's key, a reward and a number of tokens; 0 tokens: one that is masked."""
     columns = {
@@ -185,7 +217,7 @@ def in_verl(
         }
         for key, reward, length in rows
     }
-    config = config_of("grpo", "verl", n=2)
+    config = config or config_of("grpo", "verl", n=2)
     return [row.tolist() for row in advantages_in_verl(config, columns, padding, **keys)]
 
 

@@ -5,6 +5,17 @@ first draws noise for the whole batch, rows times vocabulary, and then overwrite
 requests all have one. vLLM's `forward_native` of the same class draws only what it uses, and gives the same tokens.
 vLLM chooses between them when it makes the sampler; this chooses again. With 49,152 words the unused noise took a
 fifth of a rollout of SmolLM2-135M's shape.
+
+vLLM 0.29 has no extension point for this:
+
+- The runner for CPUs makes its `Sampler`, and that its `TopKTopPSampler`, by name, and asks the platform only for its
+  kind. `model_state.custom_sampler` exists only in the other runner (vllm/v1/worker/gpu/), which is for GPUs.
+- A logits processor sees the logits before the noise, and chooses no token. `use_fp64_gumbel` draws the same noise in
+  another type.
+- A worker or a runner of our own (`worker_cls`) would set the same attribute after vLLM has made it, and would be a
+  subclass of two more private classes.
+
+So this module is the only one that knows the attributes `model_runner.sampler.topk_topp_sampler.forward`.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default="312", help="the version there: 312 is 3.12")
     parser.add_argument("--no-ptx", action="store_true", help="drop all PTX")
     args = parser.parse_args(argv)
-    kept = dropped = 0
+    used = dropped = 0
     with tarfile.open(args.output, "w:xz") as archive:
         for name, data in files(args.source):
             if not is_needed(name, args.device, args.python):
@@ -74,14 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name.endswith(".so"):
                 data, zeros = stripped(data, args.capability, ptx=not args.no_ptx)
                 dropped += zeros
-                kept += len(data) - zeros
+                used += len(data) - zeros
             member = tarfile.TarInfo(name)
             member.size = len(data)
             member.mode = 0o644
             archive.addfile(member, io.BytesIO(data))
     size = args.output.stat().st_size
     print(
-        f"libraries: {kept / 1e6:.0f} MB kept, {dropped / 1e6:.0f} MB dropped; {args.output}: {size / 2**20:.1f} MiB"
+        f"libraries: {used / 1e6:.0f} MB kept, {dropped / 1e6:.0f} MB dropped; {args.output}: {size / 2**20:.1f} MiB"
     )
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,18 @@ def build(
         train_dataset=data,
         **(arguments or {}),
     )
+
+
+def test_a_run_that_saves_needs_room_for_a_checkpoint(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=f"there is no room for {tmp_path}") as caught:
+        build(model, tmp_path, save_strategy="steps", save_steps=1)
+    assert "one checkpoint" in str(caught.value) and "1,000 are free" in str(caught.value)
+    with pytest.raises(EngineStarted):
+        build(model, tmp_path, save_strategy="no")
 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [

@@ -30,7 +30,10 @@ def test_without_its_packages_the_demo_names_both_commands(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_model_and_data_go_where_the_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_and_data_go_where_the_config_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the checkout may have the data
     called: list[object] = []
     monkeypatch.setattr(packaged_model, "require", lambda *names, **words: called.append(names))
     monkeypatch.setattr(packaged_model, "gguf_file", lambda package: Path("x.gguf"))

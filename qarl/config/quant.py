@@ -34,7 +34,8 @@ class QuantConfig(Section):
     """How far the trainer's forward follows the engine. `off`: plain BF16, to show the mismatch. `linears`: linear
     layers multiply by the published low-bit tensors (no effect with scheme bf16). `model`: also round like the engine
     in residual additions, norms, rotary embedding and attention; on a CPU, attention is the engine's own operator.
-    `exact`: the same, with a limit on the mismatch of nearly 0. On a GPU it falls back to `model`."""
+    `exact`: the same, with a limit on the mismatch of nearly 0. On a GPU it falls back to `model`, and only lets cuBLAS
+    split no sums of BF16 products, which no GPU has confirmed (docs/understand/cuda.md)."""
 
     kernels: Annotated[KernelChoice, ByName()] = KernelChoice.ENGINE
     """Which linear kernels the rollouts and the trainer run. `engine`: vLLM's own. `qarl`: QaRL's batch-invariant

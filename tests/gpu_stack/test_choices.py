@@ -19,6 +19,7 @@ from gpu_lock_models import build, engine_config, process_groups, stand_in_opera
 from marlin_reference import random_stack, vllm_layout
 from random_models import save_random_model
 
+from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.cuda import vllm_linears
 from qarl.kernels.int4 import to_marlin
@@ -148,8 +149,14 @@ def test_fp8_linears_of_an_aligned_engine_get_enough_rows(
     from vllm import _custom_ops as ops
 
     from qarl.rollout.vllm_plugin import check_operators_loaded
+    from qarl.rollout.vllm_plugin.cuda_linears import check_rows
 
     rows_seen = []
+
+    def layers(kernel: Any) -> torch.nn.Module:
+        model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
+        model[1].scheme = SimpleNamespace(fp8_linear=kernel)
+        return model
 
     def scaled_fp8_quant(
         x: torch.Tensor, scale: None, num_token_padding: int, **named: Any
@@ -174,6 +181,9 @@ def test_fp8_linears_of_an_aligned_engine_get_enough_rows(
     with process_groups(aligned_config):
         kernel = layer_of(get_scheme("fp8"), shape).scheme.fp8_linear
     assert type(kernel).__name__ == "QaRLPaddedFP8LinearKernel"
+    check_rows(layers(kernel))
+    with pytest.raises(UserError, match="vLLM chose SimpleNamespace for a layer"):
+        check_rows(layers(SimpleNamespace()))
     torch.manual_seed(0)
     weight, scale = torch.randn(shape).to(torch.float8_e4m3fn), torch.rand(shape[0], 1) + 0.5
     layer = torch.nn.Module()

@@ -95,7 +95,11 @@ def test_the_call_fits_vllms_function(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_gradient_takes_what_the_forward_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own check of arguments and shapes, on tensors without memory; it has no values on a CPU."""
     query, key, value = (tensor.to("meta") for tensor in attention_inputs(20))
-    log_sums = torch.empty(4, 20, device="meta")
+    grad, output, log_sums = (
+        torch.empty_like(query),
+        torch.empty_like(query),
+        query.new_empty(4, 20),
+    )
     seen: list[Any] = []
     operator = torch.ops.aten._flash_attention_backward
     monkeypatch.setattr(
@@ -106,13 +110,15 @@ def test_the_gradient_takes_what_the_forward_returned(monkeypatch: pytest.Monkey
         ],
     )
     grads = layer_ops.flash_attention_backward(
-        query, query, key, value, query, log_sums, 0.25, (17, 3)
+        grad, query, key, value, output, log_sums, 0.25, (17, 3)
     )
     assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
     ((operands, named),) = seen
     names = [argument.name for argument in operator.default._schema.arguments]
     bound = dict(zip(names, operands, strict=False)) | named
-    assert bound["logsumexp"] is log_sums and bound["out"] is query and bound["scale"] == 0.25
+    tensors = {"grad_out": grad, "query": query, "key": key, "value": value, "out": output}
+    assert all(bound[name] is tensor for name, tensor in tensors.items())
+    assert bound["logsumexp"] is log_sums and bound["scale"] == 0.25
     assert (bound["is_causal"], bound["dropout_p"]) == (True, 0.0)
     assert (bound["max_q"], bound["max_k"]) == (17, 17)
     assert bound["cum_seq_q"] is bound["cum_seq_k"] and bound["cum_seq_q"].shape == (3,)

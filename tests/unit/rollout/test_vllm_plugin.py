@@ -112,6 +112,28 @@ def test_a_dense_model_needs_the_linears_of_the_plugin_where_there_is_amx(
             vllm_plugin.check_loaded(DENSE)
 
 
+@pytest.mark.parametrize("module", ["cuda_operators", "cuda_linears"])
+def test_an_aligned_engine_on_a_gpu_needs_the_operators_of_the_plugin(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, and below level `model`, it needs none of them."""
+    from qarl.rollout.engine_checks import check_plugin
+    from qarl.rollout.engine_config import EngineConfig
+
+    for name in ("own_linears", "cuda_operators", "cuda_linears"):
+        monkeypatch.setitem(vllm_plugin._why_not, name, None)
+    monkeypatch.setitem(vllm_plugin._why_not, module, "AttributeError: ir")
+    monkeypatch.setattr("vllm.plugins.load_general_plugins", lambda: None)
+    for aligned, gpu in ((True, True), (True, False), (False, True)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        config = EngineConfig("x", get_scheme("bf16"), (), 8, aligned=aligned)
+        refusal = pytest.raises(
+            UserError, match=r"(?s)operators for GPUs.*align=model.*AttributeError: ir"
+        )
+        with refusal if aligned and gpu else nullcontext():
+            check_plugin(config, DENSE)
+
+
 @needs_w4a16_cpu
 def test_a_compiled_mixture_is_refused(tmp_path: Path) -> None:
     """vLLM's own error is a page about data-dependent expressions; dense models may be compiled."""

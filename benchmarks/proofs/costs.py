@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from benchmarks.proofs.harness import Record
-from benchmarks.proofs.layer_costs import passes
+from benchmarks.proofs.layer_costs import own_forward_phase, passes
 from benchmarks.proofs.shard_costs import (
     Phase,
     gather_phase,
@@ -49,6 +49,8 @@ def count(size: ModelSize, scheme: str, tokens: int, gpus: int) -> list[Phase]:
     phases: list[Phase] = []
     if scheme != "bf16":
         phases += passes(size, scheme, group, tokens)
+        if size.experts:
+            phases.append(own_forward_phase(size, scheme, group, tokens))
         phases += [phase(size, scheme, group, gpus) for phase in (quantize_phase, gather_phase)]
     phases.append(optimizer_phase(size, gpus)[0])
     return phases + [phase(size, scheme, group) for phase in (publish_phase, receive_phase)]

@@ -2,6 +2,7 @@
 
     forward     the layer's experts by the engine's kernel (`ENGINE_LAUNCHES`), and its dense products by QaRL's. The
                 experts are read as FSDP2 gathered them
+    own forward the same by QaRL's kernel (`quant.kernels=qarl`), which the engine then runs, too
     recompute   the experts again, at the end of a checkpointed block
     backward    QaRL's own (`qarl.kernels.experts`, `qarl.quant.linear`)
 
@@ -30,9 +31,10 @@ from qarl.bench.model import default_group_size
 from qarl.bench.plan.traffic import dense_linears
 from qarl.checks.model_size import ModelSize
 from qarl.kernels.cuda.vllm_experts import Experts
-from qarl.kernels.experts import TritonExperts, fused_experts
+from qarl.kernels.experts import TritonExperts, TritonInvariantExperts, fused_experts
 from qarl.quant.experts import ExpertsInOneCopy
 from qarl.quant.linear import QuantLinear
+from qarl.quant.wire_specs import wire_specs
 from qarl.schemes import Scheme, get_scheme
 
 ENGINE_LAUNCHES = {
@@ -106,6 +108,28 @@ def expert_phases(size: ModelSize, scheme_name: str, group_size: int, tokens: in
         Phase.of("recompute", runs[1], 0),
         Phase.of("backward", backward, _least_backward(size, tokens, scheme_name, group_size)),
     ]
+
+
+def own_forward_phase(size: ModelSize, scheme_name: str, group_size: int, tokens: int) -> Phase:
+    """Count the forward of a layer's experts by QaRL's kernel, as in the engine: the router's weights are FP32 and its
+    choice is int32."""
+    scheme = get_scheme(scheme_name, group_size)
+    top_k = size.experts_per_token
+    gate_up, down = (
+        {
+            name: on_meta(shape[0], *spec_shape, dtype=dtype)
+            for name, (dtype, spec_shape) in wire_specs(scheme, *shape[1:]).items()
+            if name != "weight_shape"
+        }
+        for shape in stack_shapes(size)
+    )
+    x = on_meta(tokens, size.hidden)
+    weights = on_meta(tokens, top_k, dtype=torch.float32)
+    ids = on_meta(tokens, top_k, dtype=torch.int32)
+    with counting() as counter:
+        TritonInvariantExperts.forward(x, weights, ids, (gate_up, down))
+    least = _least_forward(size, tokens, scheme_name, group_size)
+    return Phase.of("own forward", counter, least)
 
 
 def _engine(scheme_name: str, counter: Counting, size: ModelSize) -> Any:

@@ -12,14 +12,18 @@ from typing import Any
 
 import triton.language as tl
 
-from qarl.kernels.triton.checksum import checksum_kernel, checksum_rows_kernel
-from qarl.kernels.triton.experts import (
+from qarl.kernels.triton.between_products import (
     clear_unused_kernel,
     combine_kernel,
+    route_kernel,
+    swiglu_backward_kernel,
+    swiglu_kernel,
+)
+from qarl.kernels.triton.checksum import checksum_kernel, checksum_rows_kernel
+from qarl.kernels.triton.experts import (
     grouped_scaled_mm_kernel,
     grouped_w4a16_backward_kernel,
     grouped_w4a16_kernel,
-    swiglu_backward_kernel,
 )
 from qarl.kernels.triton.norm_widths import VECTOR
 from qarl.kernels.triton.norms import norm_tile, rms_norm_backward_kernel, rms_norm_kernel
@@ -32,6 +36,7 @@ from qarl.kernels.triton.quantize import (
     quantize_rows_kernel,
     quantize_tokens_kernel,
 )
+from qarl.kernels.triton.router import router_kernel
 from qarl.kernels.triton.scaled_mm import scaled_mm_kernel
 from qarl.kernels.triton.tiles import Tile, tables
 from qarl.kernels.triton.w4a16 import w4a16_backward_kernel, w4a16_kernel
@@ -88,6 +93,7 @@ POINTERS = {
     **dict.fromkeys(("x_ptr", "grad_ptr", "y_ptr", "dx_ptr", "bias_ptr", "scale_ptr"), "*bf16"),
     **dict.fromkeys(("x_scale_ptr", "w_scale_ptr", "workspace_ptr"), "*fp32"),
     **dict.fromkeys(("counter_ptr", "ends_ptr"), "*i32"),
+    "token_ptr": "*i64",
     "packed_ptr": "*i16",
 }
 """Of products."""
@@ -241,8 +247,21 @@ def _between_products() -> Iterator[AotKernel]:
             (AotConfig(constants, targets=targets),),
             ("cols",),
         )
-    types = {"rows_ptr": "*bf16", "slot_ptr": "*i64", "y_ptr": "*bf16"}
-    yield AotKernel(combine_kernel, types, (AotConfig({"TOP_K": 8, "BLOCK": 1024}),), ("cols",))
+    types = {"rows_ptr": "*bf16", "slot_ptr": "*i64", "weight_ptr": "*fp32", "y_ptr": "*bf16"}
+    configs = tuple(
+        AotConfig({"TOP_K": 8, "WEIGHTED": weighted, "BLOCK": 1024}) for weighted in (False, True)
+    )
+    yield AotKernel(combine_kernel, types, configs, ("cols",))
+    types = {"gate_up_ptr": "*bf16", "a_ptr": "*bf16"}
+    yield AotKernel(swiglu_kernel, types, (AotConfig({"BLOCK": 1024}),), ("cols",))
+    types = dict.fromkeys(("order_ptr", "token_ptr", "place_ptr"), "*i64")
+    types |= {"ids_ptr": "*i32", "ends_ptr": "*i32"}
+    yield AotKernel(route_kernel, types, (AotConfig({"TOP_K": 8, "BLOCK": 4096}, num_warps=8),))
+    types = dict.fromkeys(("x_ptr", "weight_ptr", "logits_ptr"), "*bf16")
+    configs = tuple(
+        AotConfig({"BM": 64, "BN": 64, "BK": 128, "EVEN_K": even}) for even in (True, False)
+    )
+    yield AotKernel(router_kernel, types, configs, ("K", "stride_xm"))
     types = {"stack_ptr": "*bf16", "ends_ptr": "*i32"}
     yield AotKernel(clear_unused_kernel, types, (AotConfig({"BLOCK": 1024}),), ("size", "programs"))
 
@@ -289,7 +308,8 @@ def _publish() -> Iterator[AotKernel]:
 KERNELS: list[AotKernel] = [
     _w4a16(w4a16_kernel, ("w4a16", "w4a16_invariant"), "EVEN_K", ("K", "stride_xm")),
     _w4a16(w4a16_backward_kernel, ("w4a16_backward",), "EVEN_N", ("K", "stride_gm")),
-    _w4a16(grouped_w4a16_kernel, ("grouped_w4a16",), "EVEN_K", ("N", "K", "stride_xm"), SIZE=128),
+    _w4a16(grouped_w4a16_kernel, ("grouped_w4a16", "grouped_w4a16_invariant"), "EVEN_K", ("N", "K", "stride_xm"),
+           SIZE=128),
     _w4a16(grouped_w4a16_backward_kernel, ("grouped_w4a16_backward",), "EVEN_N", ("N", "K", "stride_gm"), SIZE=128),
     *_scaled_mm(), *_grouped(), *_quantize(), *_between_products(), *_norms(), *_publish(),
 ]  # fmt: skip

@@ -89,7 +89,10 @@ class Kernel:
     """What kernels of linears and of experts say of themselves.
 
     name                     as in reports, logs and `force`
+    options                  the values of quant.kernels that may choose it
     layout                   a layout of int4 weights that `prepare` also accepts, so that FSDP2 can gather it, or None
+    row_invariant            whether the bits of a row, of experts those of a token, do not depend on the other rows of
+                             a call, whatever their number
     reference                whether it is plain PyTorch for any machine, which is slow and sums in another order than
                              the rollout engine
     computes_input_gradient  whether a linear's `backward_input` exists. If not, dX is the product with the dequantized
@@ -98,7 +101,9 @@ class Kernel:
     """
 
     name: ClassVar[str]
+    options: ClassVar[tuple[KernelChoice, ...]] = (KernelChoice.ENGINE,)
     layout: ClassVar[Layout | None] = None
+    row_invariant: ClassVar[bool] = False
     reference: ClassVar[bool] = False
     computes_input_gradient: ClassVar[bool] = False
     holds_dequantized: ClassVar[bool] = False
@@ -115,12 +120,10 @@ class LinearKernel(Kernel):
     """A kernel that computes y = x Q(W)^T + b. By default it multiplies unquantized activations.
 
     operands            what it multiplies
-    options             the values of quant.kernels that may choose it
     group_sizes         the supported group sizes, or None if all are supported
     quantize_input      x BF16 [M, K] -> 8 bits [M, K] and FP32 scales [M, 1], or None if x is not quantized
     rounds_like_cuda    whether activations are rounded as by vLLM on CUDA (`qarl.kernels.reference.quantize_int8_cuda`)
     input_gradient_by   the kernel whose `backward_input` this one takes, or None
-    row_invariant       whether the bits of a row do not depend on the other rows, whatever their number
     speed               how fast it is on a GPU, for `qarl bench plan`, or None if nobody has measured it or its like
     least_rows          the rows of x from which on a row has the same bits in any number of rows. With fewer, `linear`
                         pads x; so does the engine at level `model` (`qarl.rollout.vllm_plugin.cuda_linears`)
@@ -130,12 +133,10 @@ class LinearKernel(Kernel):
     """
 
     operands: ClassVar[Operands]
-    options: ClassVar[tuple[KernelChoice, ...]] = (KernelChoice.ENGINE,)
     group_sizes: ClassVar[tuple[int, ...] | None] = None
     quantize_input: ClassVar[Any] = None
     rounds_like_cuda: ClassVar[bool] = False
     input_gradient_by: ClassVar[type[LinearKernel] | None] = None
-    row_invariant: ClassVar[bool] = False
     speed: ClassVar[Speed | None] = None
     least_rows: ClassVar[int] = 1
 
@@ -205,9 +206,23 @@ class ExpertsShape(NamedTuple):
 
 
 class ExpertsKernel(Kernel):
-    """A kernel for layers of experts. `operands`: what it multiplies."""
+    """A kernel for layers of experts.
+
+    operands         what it multiplies
+    device_type      "cpu" or "cuda": where an engine runs it, or None if none does
+    engine_classes   names of vLLM's classes that run the same operators, if it has its own
+    least_pairs      the fewest pairs of a token and an expert in a call, or 0. With fewer the operator rounds in
+                     another order, so trainer and engine both add some (`with_least_pairs`)
+
+    Of a kernel with an option of its own (not only the engine's) `prepare` returns two mappings, of gate_up and down,
+    with the names, dtypes and shapes of wire tensors. The engine keeps them as the parameters of a layer
+    (`qarl.rollout.vllm_plugin.cuda_experts`).
+    """
 
     operands: ClassVar[tuple[Operands, ...]]
+    device_type: ClassVar[str | None] = None
+    engine_classes: ClassVar[tuple[str, ...]] = ()
+    least_pairs: ClassVar[int] = 0
 
     @classmethod
     def unavailable(cls, scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
@@ -244,6 +259,23 @@ class ExpertsKernel(Kernel):
         Return values [M, K] and FP32 scales [M, 1].
         """
         raise NotImplementedError
+
+
+def with_least_pairs(
+    kernel: type[ExpertsKernel],
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return x [T, H], `topk_weights` and `topk_ids` [T, k] with enough tokens for `kernel.least_pairs`.
+
+    Copies of the last token are added: they read no other expert's weight. Drop their outputs."""
+    missing = -(-kernel.least_pairs // topk_ids.shape[1]) - len(x)
+    if missing <= 0:
+        return x, topk_weights, topk_ids
+    more = (torch.cat((t, t[-1:].expand(missing, -1))) for t in (x, topk_weights, topk_ids))
+    padded_x, padded_weights, padded_ids = more
+    return padded_x, padded_weights, padded_ids
 
 
 @dataclass(frozen=True)

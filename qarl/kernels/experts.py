@@ -13,7 +13,9 @@ dequantized weights of gate_up and down:
 With Triton, dWd is dy^T (w â). a has fewer columns than dy, and the pass over memory that makes [dg du] makes w â too.
 
 Products are in BF16 with FP32 sums. The values that the backward computes again can differ from the engine's forward in
-the last BF16 bit. W4A8 is not supported. A token's experts must all be different.
+the last BF16 bit. With many rows an expert, products multiply by a BF16 copy of a stack. A pass makes each copy once,
+the backward multiplies by that of gate_up twice, and the two are never there together. W4A8 is not supported. A token's
+experts must all be different.
 """
 
 from __future__ import annotations
@@ -28,19 +30,21 @@ from qarl.kernels.base import ExpertsKernel, ExpertsShape, Tensors
 from qarl.kernels.grouped import (
     LOW_BIT,
     Routing,
+    Stack,
     combine,
     dequantized_rows,
+    gathered,
     has_triton,
     input_gradient,
-    operands_of,
     product,
     route,
-    sizes_of,
+    swiglu,
     weight_gradient,
 )
-from qarl.kernels.reference import quantize_fp8, quantize_int8, silu_mul
+from qarl.kernels.reference import quantize_fp8, quantize_int8
 from qarl.kernels.triton.linears import unavailable
 from qarl.schemes.base import BF16_BF16, INT8_INT8, Operands, Scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 
 class LowBitExperts(NamedTuple):
@@ -122,13 +126,14 @@ class _Backward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, topk_weights, topk_ids = ctx.saved_tensors
-        gate_up = ctx.experts.gate_up
-        down = ctx.experts.down
+        gate_up = Stack(ctx.experts.gate_up)
+        down = Stack(ctx.experts.down)
         need_x, need_router, need_gate_up, need_down = ctx.needs_input_grad[:4]
-        routing = route(topk_ids, sizes_of(gate_up)[0])
-        again = _Recomputed.of(ctx.experts.kernel, x, gate_up, routing)
+        routing = route(topk_ids, gate_up.experts)
         grad = grad_outputs[0][routing.token]
         grad_a = input_gradient(grad, down, routing.ends)
+        down.drop_copy()
+        again = _Recomputed.of(ctx.experts.kernel, x, gate_up, routing)
         router_weights = topk_weights.flatten().float()
         swiglu_backward = _swiglu_by_triton if has_triton(x.device) else _swiglu_by_pytorch
         gradients = swiglu_backward(again, grad, grad_a, router_weights, need_down)
@@ -140,6 +145,7 @@ class _Backward(torch.autograd.Function):
         if need_x:
             rows = input_gradient(gradients.gate_up, gate_up, routing.ends)
             grad_x = combine(rows, routing, topk_ids.shape[1])
+        gate_up.drop_copy()
         if need_gate_up:
             inputs = dequantized_rows(again.x, again.x_scale)
             grad_gate_up = weight_gradient(gradients.gate_up, inputs, routing.ends)
@@ -164,32 +170,28 @@ class _Recomputed:
     gate_up: torch.Tensor
 
     @classmethod
-    def of(cls, kernel: Any, x: torch.Tensor, gate_up: Tensors, routing: Routing) -> _Recomputed:
-        """x BF16 [T, H], and the wire tensors of gate and up."""
-        operands = operands_of(gate_up)
-        row_scale: torch.Tensor | None = None
-        if operands.rounds_activations:
-            # Each token is quantized once for all its experts.
-            x, scale = kernel.quantize(operands, x.contiguous())
-            row_scale = scale[routing.token]
-        rows = _gathered(x, routing.token)
+    def of(cls, kernel: Any, x: torch.Tensor, gate_up: Stack, routing: Routing) -> _Recomputed:
+        """x BF16 [T, H]."""
+        # Each token is quantized once for all its experts.
+        x, scale = _multiplied(kernel, gate_up.operands, x)
+        rows = gathered(x, routing.token)
+        row_scale = None if scale is None else scale[routing.token]
         hidden = product(rows, row_scale, gate_up, routing.ends)
-        return cls(kernel, operands, routing, rows, row_scale, hidden)
+        return cls(kernel, gate_up.operands, routing, rows, row_scale, hidden)
 
     def down_input(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the input of down_proj [M, I], and its scales [M, 1] if it is 8-bit."""
-        a = silu_mul(*self.gate_up.chunk(2, dim=1))
-        if not self.operands.rounds_activations:
-            return a, None
-        quantized: tuple[torch.Tensor, torch.Tensor] = self.kernel.quantize(self.operands, a)
-        return quantized
+        return _multiplied(self.kernel, self.operands, swiglu(self.gate_up))
 
 
-def _gathered(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Return x[token]. Some devices cannot index 8-bit floats, so they are indexed as bytes."""
-    if x.dtype == torch.float8_e4m3fn:
-        return x.view(torch.uint8)[token].view(x.dtype)
-    return x[token]
+def _multiplied(
+    kernel: Any, operands: Operands, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what a product reads of x BF16 [M, K]: x itself, or 8-bit values and their FP32 scales [M, 1]."""
+    if not operands.rounds_activations:
+        return x, None
+    quantized: tuple[torch.Tensor, torch.Tensor] = kernel.quantize(operands, x.contiguous())
+    return quantized
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ def _swiglu_by_triton(
 ) -> _SwigluGradients:
     """`grad` BF16 [M, H] and `grad_a` BF16 [M, I]: gradients of an expert's output, and of down_proj's input before the
     routing weights FP32 [T k]. `need_down`: whether the result's `output` and `down_input` are used."""
-    from qarl.kernels.triton.experts import swiglu_backward
+    from qarl.kernels.triton.between_products import swiglu_backward
 
     order = again.routing.order
     a: torch.Tensor | None = None
@@ -263,7 +265,8 @@ def _silu_mul_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor)
 
 
 class _GroupedExperts(ExpertsKernel):
-    """Experts computed by our grouped products. An expert's output is rounded to BF16, weighted, and rounded again."""
+    """Experts computed by our grouped products. An expert's output is rounded to BF16. Outputs are weighted and summed
+    in FP32, and the sum is rounded."""
 
     @staticmethod
     def prepare(gate_up: Tensors, down: Tensors) -> tuple[Tensors, Tensors]:
@@ -278,16 +281,18 @@ class _GroupedExperts(ExpertsKernel):
         topk_ids: torch.Tensor,
         prepared: tuple[Tensors, Tensors],
     ) -> torch.Tensor:
-        gate_up, down = prepared
-        routing = route(topk_ids, sizes_of(gate_up)[0])
-        hidden = _Recomputed.of(cls, x, gate_up, routing)
-        y = product(*hidden.down_input(), down, routing.ends)
-        weight = topk_weights.flatten()[routing.order, None]
-        return combine((y.float() * weight).to(y.dtype), routing, topk_ids.shape[1])
+        gate_up, down = (Stack(tensors) for tensors in prepared)
+        routing = route(topk_ids, gate_up.experts)
+        values, scale = _multiplied(cls, gate_up.operands, x)
+        each: Any = {"batch_invariant": cls.row_invariant}
+        hidden = product(values, scale, gate_up, routing.ends, token=routing.token, **each)
+        a, a_scale = _multiplied(cls, down.operands, swiglu(hidden))
+        y = product(a, a_scale, down, routing.ends, **each)
+        return combine(y, routing, topk_ids.shape[1], topk_weights)
 
 
 class TritonExperts(_GroupedExperts):
-    """Experts computed by the Triton kernels of qarl.kernels.triton.experts."""
+    """Experts computed by the Triton kernels of qarl.kernels.triton."""
 
     name = "triton"
     operands = LOW_BIT
@@ -301,6 +306,16 @@ class TritonExperts(_GroupedExperts):
         from qarl.kernels.triton.quantize import quantize_tokens
 
         return quantize_tokens(x, torch.int8 if operands == INT8_INT8 else torch.float8_e4m3fn)
+
+
+class TritonInvariantExperts(TritonExperts):
+    """The forward sums in one order for any number of rows an expert. quant.kernels=qarl gives it to trainer and
+    engine (`qarl.rollout.vllm_plugin.own_experts`). The backward is that of all kernels."""
+
+    name = "triton_batch_invariant"
+    options = (KernelChoice.ENGINE, KernelChoice.QARL)
+    device_type = "cuda"
+    row_invariant = True
 
 
 class ReferenceExperts(_GroupedExperts):

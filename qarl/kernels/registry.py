@@ -43,7 +43,7 @@ from qarl.kernels.cuda.vllm_linears import (
     VllmMacheteLinear,
     VllmMarlinLinear,
 )
-from qarl.kernels.experts import ReferenceExperts, TritonExperts
+from qarl.kernels.experts import ReferenceExperts, TritonExperts, TritonInvariantExperts
 from qarl.kernels.triton import linears as triton
 from qarl.schemes.base import Operands, Scheme
 from qarl.schemes.kernel_choice import KernelChoice
@@ -82,6 +82,7 @@ EXPERTS_KERNELS: list[type[ExpertsKernel]] = [
     VllmCutlassExperts,
     VllmTritonExperts,
     TritonExperts,
+    TritonInvariantExperts,
     ReferenceExperts,
 ]
 """The same for layers of experts."""
@@ -130,9 +131,31 @@ def least_rows(kernels: KernelChoice, operands: Operands) -> int:
     return max((kernel.least_rows for kernel in kernels_of(kernels, operands)), default=1)
 
 
-def experts_kernels_of(operands: Operands) -> tuple[type[ExpertsKernel], ...]:
-    """Return the kernels of experts with these operands, in order of preference."""
-    return tuple(kernel for kernel in EXPERTS_KERNELS if operands in kernel.operands)
+def experts_kernels_of(
+    operands: Operands, kernels: KernelChoice = KernelChoice.ENGINE
+) -> tuple[type[ExpertsKernel], ...]:
+    """Return the kernels of experts with these operands that `kernels`, a value of quant.kernels, may choose, in order
+    of preference."""
+    return tuple(
+        kernel
+        for kernel in EXPERTS_KERNELS
+        if operands in kernel.operands and kernels in kernel.options
+    )
+
+
+def own_experts_kernel(kernels: KernelChoice, operands: Operands) -> type[ExpertsKernel] | None:
+    """Return the kernel of experts that trainer and engine both run if `kernels` is not the engine's own."""
+    if kernels.by_engine:
+        return None
+    return next(iter(experts_kernels_of(operands, kernels)), None)
+
+
+def presumed_experts_kernel(
+    operands: Operands, kernels: KernelChoice, device_type: str
+) -> type[ExpertsKernel] | None:
+    """Return the kernel of experts that trainer and engine prefer on a machine that is not here, or None."""
+    candidates = experts_kernels_of(operands, kernels)
+    return next((kernel for kernel in candidates if kernel.device_type == device_type), None)
 
 
 def check_registered(scheme: Scheme, kernels: KernelChoice) -> None:
@@ -147,12 +170,20 @@ def check_registered(scheme: Scheme, kernels: KernelChoice) -> None:
     raise _not_registered(scheme, f"of quant.kernels={kernels} ", known, fix)
 
 
-def check_experts_registered(scheme: Scheme) -> None:
-    """Raise UserError if no kernel of experts has the operands of `scheme`, whatever the machine."""
-    if not experts_kernels_of(scheme.operands):
-        known = {operands for kernel in EXPERTS_KERNELS for operands in kernel.operands}
-        fix = f"choose another quant.scheme or a dense model; or {_REGISTER}"
-        raise _not_registered(scheme, "of experts ", known, fix)
+def check_experts_registered(scheme: Scheme, kernels: KernelChoice = KernelChoice.ENGINE) -> None:
+    """Raise UserError if no kernel of experts that `kernels` may choose has the operands of `scheme`, whatever the
+    machine."""
+    operands = scheme.operands
+    if experts_kernels_of(operands, kernels):
+        return
+    known = {each for k in EXPERTS_KERNELS if kernels in k.options for each in k.operands}
+    others = [choice for choice in KernelChoice if experts_kernels_of(operands, choice)]
+    fix = f"choose another quant.scheme or a dense model; or {_REGISTER}"
+    which = "of experts "
+    if not kernels.by_engine:
+        which += f"of quant.kernels={kernels} "
+        fix = f"set quant.kernels={alternatives(others)}" if others else fix
+    raise _not_registered(scheme, which, known, fix)
 
 
 _REGISTER = (
@@ -166,7 +197,9 @@ def _not_registered(scheme: Scheme, which: str, known: set[Operands], fix: str) 
     return UserError(
         f"no kernel {which}multiplies {weights} weights by {activations} activations",
         where=f"quant.scheme={scheme.name}",
-        why="kernels multiply " + ", ".join(f"{w} by {a}" for w, a in sorted(known)),
+        why="kernels multiply " + ", ".join(f"{w} by {a}" for w, a in sorted(known))
+        if known
+        else f"there is no kernel {which}".rstrip(),
         fix=fix,
     )
 
@@ -238,17 +271,23 @@ def choose_linear_kernel(
 
 
 def choose_experts_kernel(
-    scheme: Scheme, device: torch.device, shape: ExpertsShape, *, force: str | None = None
+    scheme: Scheme,
+    device: torch.device,
+    shape: ExpertsShape,
+    *,
+    force: str | None = None,
+    kernels: KernelChoice = KernelChoice.ENGINE,
 ) -> Choice:
     """Return the first kernel that supports these experts, or raise UserError.
 
-    `force`: name of the only kernel to try.
+    `force`: name of the only kernel to try. `kernels`: a value of quant.kernels.
     """
-    check_experts_registered(scheme)
+    check_experts_registered(scheme, kernels)
+    asked = "" if kernels.by_engine else f" of quant.kernels={kernels}"
     return first_available(
-        experts_kernels_of(scheme.operands),
+        experts_kernels_of(scheme.operands, kernels),
         lambda kernel: kernel.unavailable(scheme, device, shape),
         force=force,
-        refusal=f"no kernel serves {scheme.name} experts on {device.type}",
+        refusal=f"no kernel{asked} serves {scheme.name} experts on {device.type}",
         weights=f"{scheme.name} experts",
     )

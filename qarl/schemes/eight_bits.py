@@ -11,7 +11,7 @@ BACKWARD = BeyondProducts(
     dense_input=6,
     dense_weight=4,
     expert_token=3,
-    expert_inner=14,
+    expert_inner=10,
     expert_weight=6,
 )
 """What the trainer's backward moves beside its products: it multiplies weights that were dequantized to BF16."""

@@ -23,7 +23,7 @@ class W4A16(Int4Groups):
     plan = PlanTerms(
         efficiency=0.55,
         forward=BeyondProducts(dense_weight=4),
-        backward=BeyondProducts(dense_weight=4, expert_weight=9.73),
+        backward=BeyondProducts(dense_weight=4, expert_weight=8.05),
     )
     cpu_flags = ("avx512f", "avx512_vnni")
     cpu_flags_reason = "vLLM's W4A16 kernel for CPUs needs AVX512 with VNNI"

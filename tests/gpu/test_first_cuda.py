@@ -138,7 +138,7 @@ def test_graphs() -> None:
         "w4a16": lambda: w4a16_linear(x, packed, scale),
         "w4a16 dX": lambda: w4a16_backward_input(grad, packed, scale),
         "w8a8": lambda: scaled_mm(*quantize_tokens(x, torch.int8), values, channel),
-        "grouped": lambda: grouped.product(x, None, stacked, ends),
+        "grouped": lambda: grouped.product(x, None, grouped.Stack(stacked), ends),
     }
     if unavailable(FP8_FP8, device) is None:
         codes = values.view(torch.float8_e4m3fn).float().nan_to_num().to(torch.float8_e4m3fn)

@@ -69,6 +69,8 @@ class CpuExperts(ExpertsKernel):
 
     name = "vllm_cpu"
     operands = LOW_BIT
+    device_type = "cpu"
+    row_invariant = True
     layout = vllm_linears.TILES
 
     @classmethod
@@ -193,6 +195,8 @@ class VllmCpuBf16Experts(ExpertsKernel):
 
     name = "vllm_cpu_bf16"
     operands = (BF16_BF16,)
+    device_type = "cpu"
+    row_invariant = True
 
     @staticmethod
     def unavailable(scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:

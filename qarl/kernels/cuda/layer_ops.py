@@ -3,6 +3,9 @@
     rms_norm            QaRL's (`qarl.kernels.triton.norms`), because a row of vLLM's depends on the number of rows
     silu_and_mul        vLLM's `silu_and_mul`
     flash_attention     vLLM's FlashAttention 3, with pages of keys and values, and one split
+    router_logits       of a mixture of experts: QaRL's (`qarl.kernels.triton.router`), which the engine runs too
+                        (`qarl.rollout.vllm_plugin.cuda_experts`), because cuBLAS may split sums by the number of tokens
+    chosen_experts      of a mixture of experts: vLLM's `topk_softmax`
 
 A contract (docs/understand/cuda.md) says which intermediate results are BF16 and which are FP32. The checks in
 tests/support/contract_checks.py follow the contracts in PyTorch, so that the level can be tested without a GPU. The
@@ -67,9 +70,19 @@ CONTRACTS = {
 docs/understand/cuda.md has the contracts: what each operator rounds, and what that leaves open."""
 
 
-def unconfirmed() -> tuple[str, ...]:
-    """Return the operators that no device has confirmed."""
-    return tuple(operator for operator, file in CONTRACTS.items() if not file)
+EXPERTS_CONTRACTS = {
+    "QaRL's router_logits": "",
+    "topk_softmax": "",
+    "experts of vLLM's CUTLASS": "",
+    "QaRL's own experts": "",
+}
+"""The same for what only a mixture of experts has."""
+
+
+def unconfirmed(*, experts: bool = False) -> tuple[str, ...]:
+    """Return the operators that no device has confirmed. `experts`: also those of a mixture of experts."""
+    contracts = CONTRACTS | (EXPERTS_CONTRACTS if experts else {})
+    return tuple(operator for operator, file in contracts.items() if not file)
 
 
 OPERATORS = ("silu_and_mul", "rotary_embedding")
@@ -108,6 +121,27 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     torch.ops._C.silu_and_mul(out, torch.cat((gate, up), dim=-1))
     return out
+
+
+def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return a router's logits, BF16 [T, E], from x BF16 [T, H] and weight BF16 [E, H]."""
+    from qarl.kernels.triton.router import router_logits
+
+    return router_logits(x, weight)
+
+
+def chosen_experts(
+    logits: torch.Tensor, top_k: int, *, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights, FP32 [T, k], and numbers, int32 [T, k], of each token's likeliest experts, from `logits` BF16
+    [T, E]. The likeliest is first, and of equal ones that with the lower number."""
+    from vllm import _custom_ops as ops
+
+    shape = (len(logits), top_k)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    experts, unused = (torch.empty(shape, dtype=torch.int32, device=logits.device) for _ in "xx")
+    ops.topk_softmax(weights, experts, unused, logits, renormalize)
+    return weights, experts
 
 
 PAGE = 16

@@ -4,6 +4,10 @@
     vllm_cutlass_experts   FP8 on capability 9.0: `run_cutlass_moe_fp8`, as in CutlassExpertsFp8
     vllm_triton_experts    W8A8; FP8 on capability 8.9: `fused_experts`, with the kernels and tiles of TritonExperts
 
+CUTLASS's FP8 product swaps its operands, and with them the order in which the scales multiply a sum, for up to 64 pairs
+of a token and an expert (`run_cutlass_moe_fp8`; csrc/.../cutlass/moe/grouped_mm_c3x_sm90.cu). From 65 on it has one
+configuration for a weight, and never splits a sum. So trainer and engine never call it with fewer (`least_pairs`).
+
 A kernel is used only if vLLM's `CompressedTensorsMoEMethod.get_moe_method` chooses the kernel's class for a layer of
 the same sizes. The kernels call the functions behind the classes, with the arguments of both supported releases. The
 classes themselves need the engine's workspace, which is sized for the engine's largest batch. Engine and trainer can
@@ -11,7 +15,8 @@ still differ in three ways:
 
 - tensor or expert parallel rollouts have different tiles, and a sum over ranks
 - engine arguments can override vLLM's choice of a class; QaRL does not set them
-- Marlin's and Triton's tiles depend on the number of rows (vllm-project/vllm#46639)
+- Marlin's and Triton's tiles depend on the number of rows (vllm-project/vllm#46639), and Marlin's sums are split by the
+  number of all tiles
 
 The older release cannot run W8A8 experts, because its TritonExperts rejects int8 rows. `per_token_quant_int8` rounds
 halves away from zero, unlike W8A8 linears.
@@ -26,7 +31,13 @@ from typing import NamedTuple
 
 import torch
 
-from qarl.kernels.base import ExpertsKernel, ExpertsShape, Tensors, int4_bytes
+from qarl.kernels.base import (
+    ExpertsKernel,
+    ExpertsShape,
+    Tensors,
+    int4_bytes,
+    with_least_pairs,
+)
 from qarl.kernels.cuda.vllm_linears import MOE, silu, uint4b8, why_not_experts
 from qarl.kernels.int4 import CODES, MARLIN, SCALES, to_marlin
 from qarl.schemes.base import FP8_FP8, INT4_BF16, INT8_INT8, Operands, Scheme
@@ -48,13 +59,15 @@ class VllmMarlinExperts(ExpertsKernel):
     name = "vllm_marlin_experts"
     operands = (INT4_BF16,)
     layout = MARLIN
+    device_type = "cuda"
+    engine_classes = ("MarlinExperts",)
 
-    @staticmethod
-    def unavailable(scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
+    @classmethod
+    def unavailable(cls, scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
         if os.environ.get("VLLM_MARLIN_INPUT_DTYPE"):
             return "VLLM_MARLIN_INPUT_DTYPE is set, so vLLM quantizes the activations"
         group_size = scheme.group_size
-        why_not = why_not_experts(scheme, device, shape, ("MarlinExperts",))
+        why_not = why_not_experts(scheme, device, shape, cls.engine_classes)
         if why_not:
             return why_not
         if shape.intermediate % 64:
@@ -143,10 +156,12 @@ class VllmTritonExperts(_EightBitExperts):
 
     name = "vllm_triton_experts"
     operands = (INT8_INT8, FP8_FP8)
+    device_type = "cuda"
+    engine_classes = ("TritonExperts",)
 
-    @staticmethod
-    def unavailable(scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
-        return why_not_experts(scheme, device, shape, ("TritonExperts",))
+    @classmethod
+    def unavailable(cls, scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
+        return why_not_experts(scheme, device, shape, cls.engine_classes)
 
     @staticmethod
     def forward(
@@ -178,11 +193,14 @@ class VllmCutlassExperts(_EightBitExperts):
 
     name = "vllm_cutlass_experts"
     operands = (FP8_FP8,)
+    device_type = "cuda"
+    engine_classes = ("TritonOrCutlassExperts", "CutlassExpertsFp8")
+    least_pairs = 65
+    row_invariant = True
 
-    @staticmethod
-    def unavailable(scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
-        classes = ("TritonOrCutlassExperts", "CutlassExpertsFp8")
-        why_not = why_not_experts(scheme, device, shape, classes)
+    @classmethod
+    def unavailable(cls, scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
+        why_not = why_not_experts(scheme, device, shape, cls.engine_classes)
         if why_not:
             return why_not
         if torch.cuda.get_device_capability(device) >= (10, 0):
@@ -199,6 +217,8 @@ class VllmCutlassExperts(_EightBitExperts):
         cls, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts
     ) -> torch.Tensor:
         experts, hidden, intermediate = prepared.down.shape
+        tokens = len(x)
+        x, topk_weights, topk_ids = with_least_pairs(cls, x, topk_weights, topk_ids)
         rows = topk_ids.numel()
         values, scale = cls.quantize(FP8_FP8, x)
         output = torch.empty_like(x)
@@ -232,7 +252,7 @@ class VllmCutlassExperts(_EightBitExperts):
             topk_weights=topk_weights,
             permute_scratch=None,
         )
-        return output
+        return output[:tokens]
 
 
 @cache

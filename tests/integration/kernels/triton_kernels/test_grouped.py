@@ -7,8 +7,9 @@ import torch
 from triton_checks import assert_one_rounding, needs_e4m3
 from triton_rig import DEVICE, INTERPRETED
 
-from qarl.kernels import int4
+from qarl.kernels import grouped, int4
 from qarl.kernels.reference import grouped_linear, quantize_fp8, quantize_int8
+from qarl.kernels.triton import experts as products
 from qarl.kernels.triton.experts import (
     grouped_scaled_mm,
     grouped_w4a16_backward_input,
@@ -65,8 +66,8 @@ def test_int8_is_exact(k: int, counts: list[int], tile: Tile | None) -> None:
     weight, weight_scale = quantize_int8(torch.randn(len(counts), 40, k).bfloat16())
     ends = ends_of(counts)
     sums = grouped_linear(x.double(), weight.double(), ends).float()
-    experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    expected = ((sums * weight_scale[experts].squeeze(-1)) * x_scale).bfloat16()
+    expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    expected = ((sums * weight_scale[expert].squeeze(-1)) * x_scale).bfloat16()
     product = grouped_scaled_mm(
         *(t.to(DEVICE) for t in (x, x_scale, weight, weight_scale, ends)), tile=tile
     )
@@ -100,6 +101,35 @@ def test_past_the_ridge_experts_are_dequantized() -> None:
     assert_products(
         grouped_w4a16_backward_input(grad.to(DEVICE), *arguments), grad, weight.mT, ends
     )
+
+
+@pytest.mark.parametrize("rows", [5, 2100], ids=["in_registers", "dequantized"])
+def test_rows_of_x_by_their_tokens(rows: int) -> None:
+    """`token` gives the bits of rows that were gathered before."""
+    packed, scale, _ = make([0] * 3, 32, 64, 32)
+    ends = torch.tensor([rows - 2, rows - 2, rows], dtype=torch.int32, device=DEVICE)
+    x, token = torch.randn(4, 64).bfloat16().to(DEVICE), torch.randint(4, (rows,)).to(DEVICE)
+    arguments = (packed.to(DEVICE), scale.to(DEVICE), ends)
+    expected = grouped_w4a16_linear(x[token], *arguments)
+    assert torch.equal(grouped_w4a16_linear(x, *arguments, token=token), expected)
+
+
+def test_a_stack_is_dequantized_once_for_all_products_of_a_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = 260 * 3
+    packed, scale, weight = make([0] * 3, 32, 64, 32)
+    ends = torch.tensor([700, 700, rows], dtype=torch.int32, device=DEVICE)
+    tensors = {"weight_packed": packed.to(DEVICE), "weight_scale": scale.to(DEVICE)}
+    copies = []
+    whole = products.dequantized_stack
+    monkeypatch.setattr(products, "dequantized_stack", lambda t: copies.append(1) or whole(t))
+    stack = grouped.Stack(tensors)
+    x, grad = (torch.randn(rows, size, device=DEVICE).bfloat16() for size in (64, 32))
+    y, dx = grouped.product(x, None, stack, ends), grouped.input_gradient(grad, stack, ends)
+    assert copies == [1]
+    assert_products(y, x.cpu(), weight, ends.cpu())
+    assert_products(dx, grad.cpu(), weight.mT, ends.cpu())
 
 
 def test_the_grid_covers_every_routing() -> None:

@@ -1,8 +1,8 @@
 """Which alignment level applies to a model: the level that was asked for, or the highest below it that exists there.
 
 Levels `model` and `exact` exist for the families of `qarl.families.aligned` against vLLM on CPU. On a GPU, `model`
-exists for dense models (`qarl.align.cuda`). Other models and devices get the next lower level, with the reasons. On a
-CPU `model` is `exact` wherever the engine's attention can be called.
+exists for dense models, and for some kernels of experts (`qarl.align.cuda`). Other models and devices get the next
+lower level, with the reasons. On a CPU `model` is `exact` wherever the engine's attention can be called.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def resolve_level(
 
     `exact` applies instead of `model` wherever it exists.
 
-    `kernels`: those of the model's quantized linears. `workers`: number of workers that one engine is
+    `kernels`: those of the model's quantized linears and experts. `workers`: number of workers that one engine is
     split over. `capability`: compute capability of the GPU. Default: that of this process's GPU, if it has one.
     """
     if not asked.follows_engine:
@@ -62,7 +62,7 @@ def resolve_level(
     if not_exact is None:
         return AppliedLevel(asked, Level.EXACT)
     reasons = [f"{asked}: {not_exact}"] if asked.zero_mismatch else []
-    not_model = model_unavailable(config, device_type, dtype, capability) or split
+    not_model = model_unavailable(config, device_type, dtype, capability, kernels) or split
     if not_model is None:
         return AppliedLevel(asked, Level.MODEL, tuple(reasons))
     reasons.append(f"{Level.MODEL}: {not_model}")
@@ -92,7 +92,11 @@ def split_unavailable(workers: int) -> str | None:
 
 
 def model_unavailable(
-    config: Any, device_type: str, dtype: torch.dtype, capability: tuple[int, int] | None = None
+    config: Any,
+    device_type: str,
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None = None,
+    kernels: Collection[type[Kernel]] = (),
 ) -> str | None:
     """Return why level `model` cannot be used for this config, device and dtype, or None if it can."""
     if device_type not in ("cpu", "cuda"):
@@ -107,7 +111,7 @@ def model_unavailable(
         return f"is built for hidden_act silu, not {config.hidden_act}"
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         return "is built for full attention, not for sliding windows"
-    return unavailable_on_cuda(config, capability) if device_type == "cuda" else None
+    return unavailable_on_cuda(config, capability, kernels) if device_type == "cuda" else None
 
 
 def rotary_unavailable(config: Any, device_type: str = "cpu") -> str | None:
@@ -137,7 +141,7 @@ def exact_unavailable(
     capability: tuple[int, int] | None = None,
 ) -> str | None:
     """Return why level `exact` cannot be used for this config, device and dtype, or None if it can."""
-    if why_not := model_unavailable(config, device_type, dtype, capability):
+    if why_not := model_unavailable(config, device_type, dtype, capability, kernels):
         return why_not
     if device_type not in EXACT_DEVICES:
         return (

@@ -8,6 +8,7 @@
     attention    vLLM's FlashAttention 3 with one split (`qarl.kernels.cuda.layer_ops`). Its gradient is PyTorch's
                  FlashAttention 2, from the forward's output and log-sums
     lm_head      `F.linear` in BF16, as at all levels
+    router       of a mixture of experts: `qarl.align.cuda_router`
 
 `qarl.kernels.cuda.layer_ops` says what each operator rounds, and what a GPU has confirmed. For head sizes outside
 `layer_ops.HEAD_SIZES`, for rollout.enforce_eager=true, in both backends, and with adapters, the level is `unconfirmed`:
@@ -16,11 +17,13 @@ it runs, but nothing is claimed about its δ, and the limit on the mismatch is t
 The engine must run the same operators, so it must not compile the model, and it gets `layer_ops.ENGINE_ARGUMENTS`.
 
 Linears are not part of this module. In W8A8 the engine's int8 sums are exact, so they are equal for any number of rows.
-W4A16 and FP8 sum in an order that depends on the number of rows.
+W4A16 and FP8 sum in an order that depends on the number of rows. Nor are experts, but the level exists only for kernels
+whose tokens do not depend on each other: one other rounding can send a token to other experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qarl.align.cpu import align_module
+from qarl.align.cuda_router import CudaRouter
 from qarl.align.packed_attention import (
     Attended,
     Lengths,
@@ -38,6 +42,7 @@ from qarl.align.packed_attention import (
 )
 from qarl.align.rotary import EngineRotaryEmbedding, Turns, head_size_of
 from qarl.families import family_of
+from qarl.kernels.base import ExpertsKernel, Kernel
 from qarl.kernels.cpu import layer_ops as cpu_ops
 from qarl.kernels.cuda import layer_ops
 from qarl.kernels.triton import norm_widths
@@ -45,10 +50,14 @@ from qarl.kernels.triton import norm_widths
 CUDA_ATTENTION = "qarl_cuda"
 
 
-def unavailable_on_cuda(config: Any, capability: tuple[int, int] | None) -> str | None:
-    """Return why this level cannot be used for a model config and a compute capability (None: unknown), or None."""
-    if family_of(config).experts:
-        return "is built for dense models on cuda, not for mixtures of experts"
+def unavailable_on_cuda(
+    config: Any, capability: tuple[int, int] | None, kernels: Collection[type[Kernel]]
+) -> str | None:
+    """Return why this level cannot be used for a model config and a compute capability (None: unknown), or None.
+
+    `kernels`: those of the quantized layers. For a mixture of experts, that of the experts must be among them."""
+    if family_of(config).experts and (why_not := experts_unavailable(kernels)):
+        return why_not
     size = head_size_of(config)
     if not layer_ops.has_head_size(size):
         return (
@@ -59,13 +68,27 @@ def unavailable_on_cuda(config: Any, capability: tuple[int, int] | None) -> str 
     )
 
 
+def experts_unavailable(kernels: Collection[type[Kernel]]) -> str | None:
+    """Return why the level does not exist for a mixture of experts with these kernels, or None if it does."""
+    of_experts = [kernel for kernel in kernels if issubclass(kernel, ExpertsKernel)]
+    if not of_experts:
+        return "is built for quantized experts on cuda, not for experts in BF16"
+    varying = sorted(kernel.name for kernel in of_experts if not kernel.row_invariant)
+    if not varying:
+        return None
+    return (
+        f"needs experts whose tokens do not depend on each other, and those of {', '.join(varying)} do; "
+        "quant.kernels=qarl has others"
+    )
+
+
 def unconfirmed_on_cuda(config: Any, *, eager: bool, adapters: bool = False) -> str | None:
     """Return a sentence that says why this level promises no mismatch for a model config, or None if it promises one.
 
     `eager`: whether the engine runs without CUDA graphs. `adapters`: whether it has adapters (`qarl.lora.layers`).
     """
     reasons = []
-    names = layer_ops.unconfirmed()
+    names = layer_ops.unconfirmed(experts=family_of(config).experts)
     if names:
         reasons.append(
             f"no GPU has confirmed what the engine computes in {', '.join(names)}, so no mismatch is promised; "
@@ -91,17 +114,29 @@ def align_layers(model: Any) -> dict[str, int]:
     align_module(base.rotary_emb, CudaRotaryEmbedding)
     base.rotary_emb.turns = None
     norms = 1
+    routers = 0
     align_module(base.norm, CudaRMSNorm)
     for layer in base.layers:
         align_module(layer, CudaDecoderLayer)
-        align_module(layer.mlp, CudaMLP)
+        if hasattr(layer.mlp, "experts"):
+            align_module(layer.mlp.gate, CudaRouter)
+            routers += 1
+        else:
+            align_module(layer.mlp, CudaMLP)
         head_norms = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
         head_norms = [norm for norm in head_norms if norm is not None]
         for norm in (layer.input_layernorm, layer.post_attention_layernorm, *head_norms):
             align_module(norm, CudaRMSNorm)
         norms += 2 + len(head_norms)
-    kinds = ("decoder layers (rotary)", "MLPs", f"attentions ({CUDA_ATTENTION})")
-    return {**dict.fromkeys(kinds, len(base.layers)), "norms": norms}
+    layers = len(base.layers)
+    numbers = {
+        "decoder layers (rotary)": layers,
+        "MLPs": layers - routers,
+        f"attentions ({CUDA_ATTENTION})": layers,
+        "norms": norms,
+        "routers": routers,
+    }
+    return {kind: number for kind, number in numbers.items() if number}
 
 
 class CudaRMSNorm(nn.Module):

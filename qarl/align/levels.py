@@ -53,6 +53,7 @@ from qarl.align.router import AlignedRouter, routers
 from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.families import family_of
+from qarl.kernels.base import ExpertsKernel
 from qarl.kernels.cpu.attention_tiles import longest_exact_prompt
 from qarl.kernels.cuda import whole_sums
 from qarl.lora.layers import adapted_class
@@ -134,12 +135,15 @@ def align_model(
     layers = [
         module for module in model.modules() if isinstance(module, QuantLinear | QuantExperts)
     ]
+    kernels = {layer.kernel for layer in (*layers, *experts.values())}
+    if device_type == "cuda" and _has_bf16_experts(model):
+        kernels = {kernel for kernel in kernels if not issubclass(kernel, ExpertsKernel)}
     applied = resolve_level(
         model.config,
         asked,
         device_type=device_type,
         dtype=dtype or parameter.dtype,
-        kernels={layer.kernel for layer in (*layers, *experts.values())},
+        kernels=kernels,
         workers=workers,
     )
     reported = partial(AlignReport, asked, applied.level, applied.why_lower)
@@ -224,6 +228,10 @@ def bf16_experts(
         for name, experts in stacked_experts(model).items()
         if not isinstance(experts, QuantExperts)
     }
+
+
+def _has_bf16_experts(model: Any) -> bool:
+    return any(not isinstance(layer, QuantExperts) for layer in stacked_experts(model).values())
 
 
 def align_rotary(model: Any) -> None:

@@ -8,7 +8,7 @@ From the same logits, the engine and transformers choose the same experts (excep
     transformers    takes a softmax over all logits in FP32 and then the k largest probabilities, sorted. It divides
                     them by their sum and rounds to BF16
 
-The order matters because a token's experts are summed in this order.
+The order matters because a token's experts are summed in this order. `qarl.align.cuda_router` has the router for GPUs.
 
 A tiny difference in the hidden states can still send a token to different experts than in the rollout, which changes
 all later tokens. Router replay (R3, arXiv 2510.11370) gives the trainer the rollout's experts. Their weights come from
@@ -48,6 +48,11 @@ class AlignedRouter(nn.Module):
         experts = torch.topk(logits, self.top_k, dim=-1, sorted=False).indices
         weights = engine_weights(logits, experts, renormalize=self.norm_topk_prob)
         return logits, weights, experts
+
+    @staticmethod
+    def weigh(logits: Tensor, experts: Tensor, *, renormalize: bool) -> Tensor:
+        """Return the weights of other `experts` [T, k]."""
+        return engine_weights(logits, experts, renormalize=renormalize)
 
 
 def engine_weights(logits: Tensor, experts: Tensor, *, renormalize: bool) -> Tensor:
@@ -109,7 +114,7 @@ def replayed_routing(model: Any, experts: Tensor) -> Iterator[None]:
         def hook(router: Any, inputs: Any, output: RouterOutput) -> RouterOutput:
             logits, _, routed = output
             chosen = torch.where(known, replayed, routed)
-            weigh = engine_weights if isinstance(router, AlignedRouter) else transformers_weights
+            weigh = getattr(router, "weigh", transformers_weights)
             weights = weigh(logits, chosen, renormalize=router.norm_topk_prob)
             return logits, weights, chosen
 

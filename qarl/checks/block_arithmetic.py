@@ -89,10 +89,10 @@ CUDA = BlockArithmetic(
 )
 
 
-def block_arithmetic(level: Level, device: str, *, has_experts: bool) -> BlockArithmetic:
+def block_arithmetic(level: Level, device: str) -> BlockArithmetic:
     """Return the operators of a block at an applied level. `device`: "cpu" or "cuda"."""
     if not level.follows_engine:
         return TRANSFORMERS
-    if device == "cuda" and not has_experts:
+    if device == "cuda":
         return CUDA
     return ENGINE_ATTENTION if level.zero_mismatch else FP32_ATTENTION

@@ -153,7 +153,7 @@ class RunInputs:
             size.experts, size.experts_per_token, size.hidden, size.moe_intermediate
         )
         device = torch.device(self.machine.device)
-        return choose_experts_kernel(scheme, device, shape)
+        return choose_experts_kernel(scheme, device, shape, kernels=self.config.quant.kernels)
 
     @property
     def trainer_kernels(self) -> dict[tuple[int, int], type[Kernel]]:
@@ -168,8 +168,10 @@ class RunInputs:
         """The alignment level that applies, and the reasons why no higher one does. Kernels are asked only by the
         doctor; the trainer asks them when it builds the model."""
         self.model  # noqa: B018  a refused model has no level
-        kernels = set(self.linear_kernels.values()) if self.plan else ()
+        kernels = set(self.linear_kernels.values()) if self.plan else set()
         machine = self.machine
+        if self.plan and machine.here and not machine.on_cpu and self.experts_kernel is not None:
+            kernels.add(self.experts_kernel.kernel)
         return applied_level(
             self.config, self.hf_config, machine.device, kernels, machine.capability
         )

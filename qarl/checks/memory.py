@@ -127,7 +127,7 @@ def estimate(
             the published tensors.
     """
     level = level or config.quant.align
-    arithmetic = block_arithmetic(level, device, has_experts=bool(size.experts))
+    arithmetic = block_arithmetic(level, device)
     reference = weight_memory.reference(size, config, level, kernels or {})
     on_host = config.backend == "verl" and device == "cuda"
     offload = all(config.verl.get(key) for key in OFFLOAD)

@@ -16,10 +16,14 @@ from qarl.align.model_config import check_config_keys
 from qarl.checks.exactness import exceptions
 from qarl.checks.layers import meta_model
 from qarl.config import Config
+from qarl.config.ignored_layers import is_ignored
 from qarl.errors import UserError
 from qarl.families import family_of, names_with_plain_heads, shown_mismatch
-from qarl.kernels.base import Kernel
+from qarl.kernels.base import ExpertsKernel, Kernel
+from qarl.kernels.registry import presumed_experts_kernel
 from qarl.process import runs_on_cpu
+from qarl.rollout.vllm_plugin import experts_of
+from qarl.schemes import get_scheme
 from qarl.vllm_versions import check_head_dtype
 
 
@@ -72,17 +76,32 @@ def applied_level(
 ) -> AppliedLevel:
     """Return the alignment level that applies, and the reasons if it is lower than `quant.align`.
 
-    `device`: "cpu" or "cuda". Default: this machine's. `kernels`: the trainer's kernels, if they are known.
+    `device`: "cpu" or "cuda". Default: this machine's. `kernels`: the trainer's kernels, if they are known. Without
+    one of experts, the one that trainer and engine prefer on such a device is assumed for a mixture of experts.
     `capability`: that of the GPUs, times ten. Default: this process's. Without a GPU in this process, 9.0 is assumed.
     """
+    device = device or run_device(config)
+    if device == "cuda" and not any(issubclass(kernel, ExpertsKernel) for kernel in kernels):
+        kernels = {*kernels, *_presumed_experts(config, hf_config, device)}
     return resolve_level(
         hf_config,
         config.quant.align,
-        device_type=device or run_device(config),
+        device_type=device,
         kernels=kernels,
         workers=config.rollout.tensor_model_parallel_size,
         capability=None if capability is None else divmod(capability, 10),
     )
+
+
+def _presumed_experts(config: Config, hf_config: Any, device: str) -> list[type[Kernel]]:
+    """Return the kernel that is assumed for the experts of the model, or nothing if they are not all quantized."""
+    scheme = get_scheme(config.quant.scheme, config.quant.group_size)
+    layers = range(hf_config.num_hidden_layers) if experts_of(hf_config) else ()
+    names = [f"model.layers.{number}.mlp.experts.0.down_proj" for number in layers]
+    if not scheme.quantized or any(is_ignored(name, config.quant.ignore) for name in names):
+        return []
+    kernel = presumed_experts_kernel(scheme.operands, config.quant.kernels, device)
+    return [] if kernel is None or not names else [kernel]
 
 
 def run_device(config: Config) -> str:

@@ -57,7 +57,6 @@ from qarl.kernels.registry import check_experts_registered, check_registered, ke
 from qarl.lora.layers import target_linears
 from qarl.metrics.tracker import check_loggers
 from qarl.process import vllm_unusable
-from qarl.quant.convert import no_own_experts
 from qarl.rollout import vllm_plugin
 from qarl.rollout.engine_config import check_not_batch_invariant, eager
 from qarl.schemes import Scheme, engine_scheme_names, get_scheme
@@ -159,16 +158,15 @@ def check_experts(config: Config, machine: Machine, hf_config: Any) -> None:
         vllm_plugin.check_installed(hf_config)
     if not vllm_plugin.experts_of(hf_config):
         return
-    if not config.quant.kernels.by_engine:
-        raise no_own_experts(config.quant.kernels, f"quant.kernels with {config.model.path}")
     scheme = get_scheme(config.quant.scheme)
     if scheme.quantized:
-        check_experts_registered(scheme)
+        check_experts_registered(scheme, config.quant.kernels)
     if machine.on_cpu:
         if config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
             vllm_plugin.check_eager(hf_config, eager(config.rollout.enforce_eager))
         return
-    refusal = scheme.gpu_experts_refusal(f"quant.scheme={scheme.name} with {config.model.path}")
+    where = f"quant.scheme={scheme.name} with {config.model.path}"
+    refusal = scheme.gpu_experts_refusal(where, config.quant.kernels)
     if config.lora.r and refusal is None:
         where = f"lora.r={config.lora.r} with {config.model.path}"
         refusal = scheme.gpu_adapted_experts_refusal(where)

@@ -38,13 +38,12 @@ class QuantConfig(Section):
     split no sums of BF16 products, which no GPU has confirmed (docs/understand/cuda.md)."""
 
     kernels: Annotated[KernelChoice, ByName()] = KernelChoice.ENGINE
-    """Which linear kernels the rollouts and the trainer run. `engine`: vLLM's own. `qarl`: QaRL's batch-invariant
-    kernels on both sides. On a GPU these are for w4a16, w8a8 and fp8, and on a CPU for w4a8, which vLLM cannot compute.
-    `machete`: for w4a16 in groups of 64 or 128 on an H100 or H200, vLLM's Machete without split sums on both sides; no
-    GPU has run it yet.
-    `dequantized`: for w4a16 on a CPU, dequantize the weights after each publish and multiply in BF16 on both sides.
-    This is for debugging and for small machines, and is no low-bit rollout. Only `engine` supports backend=verl and
-    mixtures of experts (docs/understand/alignment.md)."""
+    """Which kernels of linears and experts the rollouts and the trainer run. `engine`: vLLM's own. `qarl`: QaRL's
+    batch-invariant kernels on both sides. On a GPU these are for w4a16, w8a8 and fp8, and on a CPU for w4a8 without
+    experts, which vLLM cannot compute. `machete`: for w4a16 in groups of 64 or 128 without experts on an H100 or H200,
+    vLLM's Machete without split sums on both sides; no GPU has run it yet. `dequantized`: for w4a16 without experts on
+    a CPU, dequantize the weights after each publish and multiply in BF16 on both sides. This is for debugging and for
+    small machines, and is no low-bit rollout (docs/understand/alignment.md)."""
 
     mismatch_limit: Annotated[float | None, Unit("nats per token"), Sane(0.0, 5.0)] = Field(
         default=None, ge=0

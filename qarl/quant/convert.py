@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from qarl.config.ignored_layers import is_ignored, resolve_ignored
-from qarl.errors import UserError, alternatives
+from qarl.errors import UserError
 from qarl.quant.experts import STACKS, QuantExperts, matrices, stacked_experts
 from qarl.quant.linear import QuantLinear
-from qarl.schemes import DEFAULT_SCHEME, Scheme, engine_scheme_names, get_scheme
+from qarl.schemes import DEFAULT_SCHEME, Scheme, get_scheme
 from qarl.schemes.kernel_choice import KernelChoice
 
 DEFAULT_IGNORE = ("lm_head",)
@@ -196,9 +196,7 @@ def replace_selected(
     device: torch.device | None = None,
     kernels: KernelChoice = KernelChoice.ENGINE,
 ) -> QuantReport:
-    """Replace each linear of `selected` with a `linear_class`, and each module of experts with an `experts_class`.
-
-    Raise UserError for experts if `kernels` is not the engine's."""
+    """Replace each linear of `selected` with a `linear_class`, and each module of experts with an `experts_class`."""
     linears: dict[str, str] = {}
     experts: dict[str, str] = {}
     for name, module in owners(selected).items():
@@ -208,27 +206,16 @@ def replace_selected(
             )
             model.set_submodule(name, linear)
             linears[name] = linear.choice.reason
-        elif not kernels.by_engine:
-            raise no_own_experts(kernels, name)
         else:
-            layer = experts_class(module, scheme, qualified_name=name, device=device)
+            layer = experts_class(
+                module, scheme, qualified_name=name, kernels=kernels, device=device
+            )
             model.set_submodule(name, layer)
             experts[name] = layer.choice.reason
     unmatched = (
         tuple(resolve_ignored([*selected, *skipped], ignore).unmatched) if scheme.quantized else ()
     )
     return QuantReport(scheme, linears, skipped, unmatched, experts, kernels)
-
-
-def no_own_experts(kernels: KernelChoice, where: str) -> UserError:
-    """Return the error for a mixture of experts at `quant.kernels=kernels`."""
-    schemes = alternatives(engine_scheme_names(quantized=True))
-    return UserError(
-        f"quant.kernels={kernels} does not support a mixture of experts",
-        where=where,
-        why="QaRL gives the engine its own kernels only for dense layers",
-        fix=f"set quant.kernels=engine (with quant.scheme={schemes}), or train a dense model",
-    )
 
 
 def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -281,7 +268,7 @@ def published_forward(
         if isinstance(module, nn.Linear):
             layer = QuantLinear(module, scheme, qualified_name=name, kernels=kernels)
         else:
-            layer = QuantExperts(module, scheme, qualified_name=name)
+            layer = QuantExperts(module, scheme, qualified_name=name, kernels=kernels)
         result: torch.Tensor = layer(*inputs)
         return result
 

@@ -44,6 +44,7 @@ from qarl.kernels.registry import choose_experts_kernel
 from qarl.quant.linear import QuantLayer
 from qarl.quant.quantize import phase, quantize
 from qarl.schemes import Scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Leaf name of each stack -> the matrices that it holds for each expert, in the order of their rows."""
@@ -246,6 +247,7 @@ class QuantExperts(QuantLayer):
         *,
         qualified_name: str,
         kernel: str | None = None,
+        kernels: KernelChoice = KernelChoice.ENGINE,
         device: torch.device | None = None,
     ) -> None:
         """Take over the parameters of transformers' `experts` without a copy. Other arguments are as in `QuantLinear`.
@@ -263,6 +265,7 @@ class QuantExperts(QuantLayer):
             device or self.down_proj.device,
             ExpertsShape(count, stacks.config.num_experts_per_tok, hidden, intermediate),
             force=kernel,
+            kernels=kernels,
         )
         self._choose(scheme, qualified_name, choice)
 

@@ -17,7 +17,8 @@ def check_plugin(config: EngineConfig, hf_config: Any) -> None:
     """Raise UserError if an engine of `config` needs a part of the plugin that is not registered, or cannot start.
 
     `hf_config`: the model's transformers config."""
-    vllm_plugin.check_loaded(hf_config)
+    own_experts = config.aligned or not config.kernels.by_engine
+    vllm_plugin.check_loaded(hf_config, own_experts=own_experts)
     vllm_plugin.check_linears_loaded(config.kernels)
     if _follows_on_gpu(config):
         vllm_plugin.check_operators_loaded()

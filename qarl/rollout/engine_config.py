@@ -36,7 +36,7 @@ from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
 from qarl.kernels.registry import least_rows
 from qarl.process import configure_vllm_process
 from qarl.rollout.adapter_spec import AdapterSpec
-from qarl.rollout.kernel_request import LEAST_ROWS_KEY, engine_arguments, kernel_request
+from qarl.rollout.kernel_request import engine_arguments, kernel_request
 from qarl.schemes import Scheme
 from qarl.schemes.kernel_choice import KernelChoice
 from qarl.vllm_versions import FP32_HEAD, import_flashinfer, is_refusal
@@ -159,7 +159,6 @@ def llm_arguments(config: EngineConfig, *, statistics: bool = True) -> dict[str,
         arguments["hf_overrides"] = {
             "quantization_config": config.scheme.quantization_config(list(config.ignore))
         }
-    arguments |= engine_arguments(kernel_request(config.kernels, config.scheme.name))
     if config.head_dtype == "fp32":
         arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | FP32_HEAD
     if torch.cuda.is_available():
@@ -175,6 +174,7 @@ def llm_arguments(config: EngineConfig, *, statistics: bool = True) -> dict[str,
             kernels=config.kernels,
         )
     else:
+        arguments |= engine_arguments(kernel_request(config.kernels, config.scheme.name))
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
         # A chunked prefill does not give the same bits as a whole one. Also, on a CPU a request with a seed
         # crashes if its prefill is chunked ("CPU Generator does not use offset").
@@ -271,14 +271,14 @@ def operator_arguments(
     """Return vLLM's arguments on a GPU that decide which operators it runs. `aligned`: whether the trainer follows the
     engine's operators (levels `model` and `exact`). `eager`: whether it runs without CUDA graphs and compilation.
     `kernels`: a value of `quant.kernels`; the compiler does not know QaRL's own."""
-    arguments: dict[str, Any] = {}
+    least = least_rows(kernels, scheme.operands) if aligned else 1
+    request = kernel_request(kernels, scheme.name)
+    arguments = engine_arguments(request, followed=aligned, least_rows=least)
     compilation = dict(GRAPHS["compilation_config"])
     if aligned:
         arguments |= ENGINE_ARGUMENTS
-        least = least_rows(kernels, scheme.operands)
-        if least > 1:
-            arguments["additional_config"] = {LEAST_ROWS_KEY: least}
-            compilation |= capture_sizes(least, max_num_seqs)
+    if least > 1:
+        compilation |= capture_sizes(least, max_num_seqs)
     if eager or compiles(scheme, aligned=aligned, kernels=kernels):
         return arguments
     return {**arguments, "compilation_config": compilation}

@@ -251,8 +251,9 @@ class Scheme:
             fix=self.capability_fix,
         )
 
-    def gpu_experts_refusal(self, where: str) -> UserError | None:
-        """Return an error if vLLM cannot run experts of this scheme on a GPU. `where`: the keys, for the error."""
+    def gpu_experts_refusal(self, where: str, kernels: KernelChoice) -> UserError | None:
+        """Return an error if vLLM cannot run experts of this scheme on a GPU. `where`: the keys, for the error.
+        `kernels`: a value of quant.kernels."""
         return None
 
     def gpu_adapted_experts_refusal(self, where: str) -> UserError | None:

@@ -53,16 +53,18 @@ class W8A8(EightBits):
             f"vLLM has no int8 products for compute capability {capability / 10}",
             where=f"quant.scheme={self.name}",
             why="vLLM's CUTLASS kernels support int8 only up to capability 9.0, and fail at start",
-            fix="set quant.scheme=fp8, or with backend=local and a dense model set quant.kernels=qarl",
+            fix="set quant.scheme=fp8, or quant.kernels=qarl",
         )
 
-    def gpu_experts_refusal(self, where: str) -> UserError | None:
+    def gpu_experts_refusal(self, where: str, kernels: KernelChoice) -> UserError | None:
         """The vLLM of requirements/gpu.lock chooses `TritonExperts`, whose `apply` refuses the int8 rows that it is
-        given. `qarl.vllm_versions` says which release takes them."""
+        given. `qarl.vllm_versions` says which release takes them. QaRL's own kernel takes the place of vLLM's."""
+        if kernels.own_low_bit:
+            return None
         return UserError(
             "vLLM has no int8 products for experts on GPUs",
             where=where,
             why="the vLLM of requirements/gpu.lock runs them with TritonExperts, which refuses int8 activations as the "
             "engine starts",
-            fix="set quant.scheme=fp8 or quant.scheme=w4a16",
+            fix="set quant.kernels=qarl, or quant.scheme=fp8 or w4a16",
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from contract_checks import chosen_experts_reference
 from expert_cases import exact, exact_weight, make, off, stacked
 from kernels_by_scheme import EXPERTS_KERNELS, experts_kernels
 
 from qarl.bench.expert_cases import ROUTINGS, ExpertLayer, experts
 from qarl.bench.kernel_arguments import Arguments
-from qarl.kernels.base import ExpertsShape
+from qarl.kernels.base import ExpertsKernel, ExpertsShape
+from qarl.kernels.cuda import layer_ops
 from qarl.kernels.experts import LowBitExperts, fused_experts
 from qarl.schemes import get_scheme
 
@@ -57,6 +59,49 @@ def test_against_float64(
     layer = ExpertLayer(ExpertsShape(*sizes), arguments, torch.device("cuda", 0))
     for competitor in experts(layer, tokens, routing):
         assert competitor.wrong() is None, competitor.name
+
+
+def independent(scheme: str) -> list[type[ExpertsKernel]]:
+    device = torch.device("cuda", 0)
+    chosen = [kernel for kernel in experts_kernels(scheme) if kernel.row_invariant]
+    return [k for k in chosen if k.unavailable(get_scheme(scheme, 128), device, SHAPE) is None]
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
+def test_a_token_does_not_depend_on_the_others(scheme: str) -> None:
+    """From one row an expert to more than any rule of the tiles has. Half of the experts get no token in a batch of
+    one, and one expert gets half of the rows in all."""
+    tokens = 4000
+    x, weights, ids, gate_up, down = (tensor.to("cuda") for tensor in make(SHAPE, tokens))
+    ids[::2, 0] = 0
+    ids[::2, 1] = 1 + ids[::2, 1] % 7
+    stacks = stacked(gate_up, scheme, 128), stacked(down, scheme, 128)
+    kernels = independent(scheme)
+    assert kernels, "no kernel of this scheme keeps tokens apart"
+    for kernel in kernels:
+        prepared = kernel.prepare(*stacks)
+        whole = kernel.forward(x, weights, ids, prepared)
+        assert whole.isfinite().all()
+        for count in (1, 2, 8, 16, 64, 65, 128, 512, 1024, 1100, 2048):
+            y = kernel.forward(x[:count], weights[:count], ids[:count], prepared)
+            assert torch.equal(y, whole[:count]), (kernel.name, count)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (64, 6), (128, 8)])
+def test_a_tokens_routing_does_not_depend_on_the_others(experts: int, top_k: int) -> None:
+    torch.manual_seed(0)
+    x, weight = (torch.randn(size, 2048, device="cuda").bfloat16() for size in (4000, experts))
+    logits = layer_ops.router_logits(x, weight)
+    exact = x.double() @ weight.double().t()
+    assert ((logits.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-2).all()
+    chosen = layer_ops.chosen_experts(logits, top_k, renormalize=True)
+    for count in (1, 16, 64, 65, 255, 512, 2048):
+        assert torch.equal(layer_ops.router_logits(x[:count], weight), logits[:count]), count
+        some = layer_ops.chosen_experts(logits[:count].contiguous(), top_k, renormalize=True)
+        assert all(torch.equal(a, b[:count]) for a, b in zip(some, chosen, strict=True)), count
+    expected = chosen_experts_reference(logits, top_k, renormalize=True)
+    assert torch.equal(chosen[1], expected[1])
+    assert torch.allclose(chosen[0], expected[0], rtol=1e-5)
 
 
 def test_a_repeated_backward_gives_the_same_bits() -> None:

@@ -27,6 +27,7 @@ from qarl.kernels.reference import quantize_fp8_cuda
 from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel
 from qarl.rollout.chosen_kernel import chosen_kernel
 from qarl.schemes import QuantArgs, Scheme, get_scheme
+from qarl.schemes.kernel_choice import KernelChoice
 from qarl.schemes.w4a8 import W4A8
 
 required()
@@ -268,6 +269,72 @@ def test_experts(gpu: tuple[int, int], moe_folder: Path, scheme: str, group_size
     assert (
         trainer.kernel.name == expected if expected else not trainer.kernel.name.startswith("vllm")
     ), trainer.reason
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("gpu", [(9, 0)], indirect=True, ids=str)
+def test_experts_and_routers_of_an_engine_that_the_trainer_follows(
+    gpu: tuple[int, int], moe_folder: Path, scheme: str
+) -> None:
+    """QaRL's own kernel only where it is asked for. vLLM's FP8 experts get enough pairs, and every router is QaRL's."""
+    stand_in_operators()
+    ignore = ("lm_head", "re:.*mlp[.]gate$")
+    found: dict[tuple[KernelChoice, bool], tuple[str, str]] = {}
+    for kernels in (KernelChoice.ENGINE, KernelChoice.QARL):
+        for aligned in (False, True):
+            config = engine_config(
+                moe_folder, get_scheme(scheme, 128), ignore, kernels=kernels, aligned=aligned
+            )
+            with process_groups(config):
+                layers = dict(build(config).named_modules())
+            methods = {
+                name.rpartition(".")[2]: type(layer.quant_method).__name__
+                for name, layer in layers.items()
+                if name.endswith((".routed_experts", ".mlp.gate"))
+            }
+            found[kernels, aligned] = methods["routed_experts"], methods["gate"]
+    vllms = {
+        "w4a16": "CompressedTensorsWNA16MarlinMoEMethod",
+        "w8a8": "CompressedTensorsW8A8Int8MoEMethod",
+        "fp8": "CompressedTensorsW8A8Fp8MoEMethod",
+    }[scheme]
+    padded = "PaddedFp8Method" if scheme == "fp8" else vllms
+    assert found == {
+        (KernelChoice.ENGINE, False): (vllms, "UnquantizedLinearMethod"),
+        (KernelChoice.ENGINE, True): (padded, "RouterMethod"),
+        (KernelChoice.QARL, False): ("OwnExpertsMethod", "UnquantizedLinearMethod"),
+        (KernelChoice.QARL, True): ("OwnExpertsMethod", "RouterMethod"),
+    }
+
+
+@pytest.mark.parametrize("pairs", [14, 64, 65, 66])
+@pytest.mark.parametrize("gpu", [(9, 0)], indirect=True, ids=str)
+def test_vllms_fp8_experts_never_get_64_pairs_or_fewer(
+    gpu: tuple[int, int], moe_folder: Path, monkeypatch: pytest.MonkeyPatch, pairs: int
+) -> None:
+    """With one expert a token: as many rows as pairs. Its caller gets the outputs of its tokens."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_fp8 as vllms,
+    )
+
+    stand_in_operators()
+    ignore = ("lm_head", "re:.*mlp[.]gate$")
+    config = engine_config(moe_folder, get_scheme("fp8"), ignore, aligned=True)
+    with process_groups(config):
+        (layer,) = (m for m in build(config).modules() if type(m).__name__ == "RoutedExperts")
+    seen: list[int] = []
+
+    def apply(
+        self: Any, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *_: Any
+    ) -> torch.Tensor:
+        seen.append(ids.numel())
+        return x * weights
+
+    monkeypatch.setattr(vllms.CompressedTensorsW8A8Fp8MoEMethod, "apply", apply)
+    x, weights = torch.randn(pairs, 256).bfloat16(), torch.rand(pairs, 1)
+    ids = torch.zeros(pairs, 1, dtype=torch.int32)
+    y = layer.quant_method.apply(layer, x, weights, ids, None, None)
+    assert torch.equal(y, x * weights) and seen == [max(pairs, 65)]
 
 
 @pytest.mark.parametrize("group_size", [32, 64])

@@ -67,7 +67,8 @@ CASES = [
 RELOADED = [case for case in CASES if case[0] == "experts"]
 OWN = [
     *(
-        ("biases", scheme, 128, (9, 0), KernelChoice.QARL, True)
+        (model, scheme, 128, (9, 0), KernelChoice.QARL, True)
+        for model in ("biases", "experts")
         for scheme in ("w4a16", "w8a8", "fp8")
     ),
     *(("biases", "w4a16", group, (9, 0), KernelChoice.MACHETE, True) for group in (64, 128)),

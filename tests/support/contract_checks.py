@@ -86,6 +86,15 @@ def silu_and_mul_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor
     return F.silu(gate.float()).to(gate.dtype) * up
 
 
+def chosen_experts_reference(
+    logits: torch.Tensor, top_k: int, *, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do the same as `layer_ops.chosen_experts`, in PyTorch."""
+    weights, experts = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weights, experts = weights[:, :top_k], experts[:, :top_k]
+    return weights / weights.sum(-1, keepdim=True) if renormalize else weights, experts.int()
+
+
 def flash_reference(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, tile: int = TILE
 ) -> torch.Tensor:
@@ -189,3 +198,5 @@ def stand_in_for_vllm(monkeypatch: Any) -> None:
     monkeypatch.setattr(layer_ops, "silu_and_mul", silu_and_mul_reference)
     monkeypatch.setattr(layer_ops, "flash_attention", flash_attention)
     monkeypatch.setattr(layer_ops, "flash_attention_backward", flash_attention_backward)
+    monkeypatch.setattr(layer_ops, "router_logits", F.linear)
+    monkeypatch.setattr(layer_ops, "chosen_experts", chosen_experts_reference)

@@ -31,6 +31,7 @@ from qarl.checks.model_size import ModelSize
 from qarl.config.actor import ActorConfig
 from qarl.config.level import Level
 from qarl.errors import UserError
+from qarl.kernels.registry import presumed_experts_kernel
 from qarl.rollout.engine_config import compiles
 from qarl.schemes import UNQUANTIZED, Scheme, get_scheme
 from qarl.schemes.kernel_choice import KernelChoice
@@ -119,7 +120,12 @@ def doubts(work: Work, source: Source, scheme: Scheme, level: Level) -> list[str
     if not level.follows_engine:
         return []
     config = SimpleNamespace(**source.config)
-    why_not = split_unavailable(work.tensor_parallel) or unavailable_on_cuda(config, (9, 0))
+    choice = invariant_choice(scheme) or KernelChoice.ENGINE
+    experts = presumed_experts_kernel(scheme.operands, choice, "cuda")
+    kernels = [] if experts is None else [experts]
+    why_not = split_unavailable(work.tensor_parallel) or unavailable_on_cuda(
+        config, (9, 0), kernels
+    )
     found = [f"not available: {why_not}"] if why_not else []
     if invariant_choice(scheme) is None:
         found.append("rows of its products may depend on each other")

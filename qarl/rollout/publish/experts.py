@@ -13,6 +13,7 @@ experts, and copy it back. Here the stacks are written as vLLM would have stored
                 strides of CutlassExpertsFp8.
     Marlin      `qarl.kernels.int4` permutes codes and scales. The workspace, which a slept engine has lost too, is set
                 to zero, as at the start.
+    own         QaRL's own kernel (`quant.kernels`) prepares the stacks, and its parameters keep their addresses.
 
 This holds for both supported releases of vLLM (tests/gpu_stack/test_publish.py, test_write_experts.py). Every other
 class, backend or layout is reloaded, from whole stacks (`reload`): FlashInfer's backends swap gate and up, DeepGEMM's
@@ -211,7 +212,10 @@ def stored_on_gpu(
     writer: Writer
     if torch.version.hip is not None:
         return None
-    if _reads(module, UNCHANGED):
+    if _is_a(module, "OwnExpertsMethod"):
+        stacks = parts
+        writer = write_low_bit
+    elif _reads(module, UNCHANGED):
         stacks = parts
         writer = partial(_write_unchanged, vllm_config=vllm_config)
     elif _reads(module, MARLIN) and _marlin_as_ours(module, parts):
@@ -234,7 +238,8 @@ def stored_on_gpu(
 
 def _reads(module: nn.Module, table: _Table) -> bool:
     method = getattr(module, "quant_method", None)
-    attribute, backends = table.get(type(method).__name__, ("", ()))
+    entries = (table[kind.__name__] for kind in type(method).__mro__ if kind.__name__ in table)
+    attribute, backends = next(entries, ("", ()))
     return getattr(getattr(method, attribute, None), "name", None) in backends
 
 

@@ -8,10 +8,11 @@ On a CPU, the plugin adds four things that vLLM lacks:
 - The routing: the experts that each token was sent to.
 - With AMX, BF16 linears whose rows do not depend on the rows beside them (`cpu_bf16_linears.py`).
 
-On other devices, vLLM's own backends serve experts.
-
-On a GPU, it adds what an engine uses only at level `model`: QaRL's own norms, vLLM's attention with one order over the
-keys (`cuda_operators.py`), and vLLM's FP8 linears with a least number of rows (`cuda_linears.py`).
+On a GPU, it adds what an engine uses only if the trainer follows its operators (`quant.align=model`): QaRL's own norms,
+vLLM's attention with one order over the keys (`cuda_operators.py`), vLLM's FP8 linears with a least number of rows
+(`cuda_linears.py`), a router whose logits do not depend on the other tokens, and FP8 experts with a least number of
+pairs of token and expert (`cuda_experts.py`). vLLM's own backends serve experts there, or QaRL's kernel if
+`quant.kernels` asks for it.
 
 On every device, the plugin also registers two things:
 
@@ -44,6 +45,7 @@ _why_not: dict[str, str | None] = {
     "own_linears": _CALLED,
     "cuda_linears": _CALLED,
     "cuda_operators": _CALLED,
+    "cuda_experts": _CALLED,
     "cpu_experts": _CALLED,
     "cpu_bf16_linears": _CALLED,
 }
@@ -95,18 +97,22 @@ def check_operators_loaded() -> None:
             raise _error(module, what, "quant.align=model on a GPU, ")
 
 
-def check_loaded(hf_config: Any) -> None:
-    """Raise UserError if an engine on this CPU needs a part of the plugin that is not registered in this process."""
-    for module in _needed(hf_config):
+def check_loaded(hf_config: Any, *, own_experts: bool = False) -> None:
+    """Raise UserError if an engine here needs a part of the plugin that is not registered in this process.
+
+    `own_experts`: whether it is asked for QaRL's kernels, or the trainer follows its arithmetic."""
+    for module in _needed(hf_config, own_experts=own_experts):
         if _loaded(module) is not None:
             raise not_loaded(module)
 
 
-def _needed(hf_config: Any) -> list[str]:
-    """Return the modules of the plugin that an engine for `hf_config` needs on this CPU."""
+def _needed(hf_config: Any, *, own_experts: bool = False) -> list[str]:
+    """Return the modules of the plugin that an engine for `hf_config` needs here, if they are for its device."""
     import torch
 
     experts = ["cpu_experts"] if experts_of(hf_config) else []
+    if experts and own_experts:
+        experts.append("cuda_experts")
     amx = torch.cpu._is_amx_tile_supported() and not torch.cuda.is_available()
     return experts + (["cpu_bf16_linears"] if amx else [])
 
@@ -150,6 +156,7 @@ def not_loaded(module: str = "cpu_experts") -> UserError:
     """Return the error for an engine on a CPU that would start without a module of the plugin that it needs."""
     reason = {
         "cpu_experts": "the model is a mixture of experts",
+        "cuda_experts": "the trainer multiplies and routes as QaRL's experts in vLLM do",
         "cpu_bf16_linears": "this CPU has AMX, on which vLLM's log-probs depend on the number of responses that run",
     }
     return _error(module, f"{reason[module]}, but vLLM runs without QaRL's plugin")

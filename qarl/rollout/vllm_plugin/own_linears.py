@@ -37,7 +37,8 @@ from vllm.scalar_type import scalar_types
 from qarl.errors import UserError
 from qarl.kernels.base import LinearKernel, PreparedWeight
 from qarl.kernels.registry import own_kernel
-from qarl.rollout.kernel_request import REQUEST_KEY, KernelRequest
+from qarl.rollout.kernel_request import KernelRequest, request_of
+from qarl.rollout.publish.experts import holds_experts
 from qarl.schemes import get_scheme
 
 _DISABLED = "VLLM_DISABLED_KERNELS"
@@ -47,13 +48,7 @@ Answer = tuple[bool, str | None]
 
 def requested() -> KernelRequest | None:
     """Return what the engine that is being built was asked for, or None if it uses vLLM's own kernels."""
-    config = get_current_vllm_config_or_none()
-    additional = config.additional_config if config is not None else None
-    return (
-        KernelRequest.of(*additional[REQUEST_KEY])
-        if isinstance(additional, Mapping) and REQUEST_KEY in additional
-        else None
-    )
+    return request_of(get_current_vllm_config_or_none())
 
 
 def _asked_kernel(request: KernelRequest) -> type[LinearKernel]:
@@ -275,16 +270,24 @@ def _read_environment_again() -> None:
 
 
 def check_in_use(model: nn.Module, request: KernelRequest | None) -> None:
-    """Raise UserError if a quantized linear of the engine's `model` has a kernel other than `request` says."""
+    """Raise UserError if a quantized layer of the engine's `model` has a kernel other than `request` says."""
     for name, module in model.named_modules():
-        scheme: Any = getattr(module, "scheme", None)
-        kernel = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
-        if kernel is not None and request != (kernel.request if isinstance(kernel, _Own) else None):
+        chosen = _chosen(module)
+        if chosen is not None and request != getattr(chosen, "request", None):
             raise UserError(
-                f"vLLM chose {type(kernel).__name__} for a layer",
+                f"vLLM chose {type(chosen).__name__} for a layer",
                 where=name,
                 why="the trainer multiplies with QaRL's own kernel"
                 if request
                 else "quant.kernels=engine",
                 fix=f"unset {_DISABLED}, or set quant.kernels=engine",
             )
+
+
+def _chosen(module: nn.Module) -> Any:
+    """Return what multiplies the weight of a quantized linear or of quantized experts, or None for other modules."""
+    if holds_experts(module):
+        method = module.quant_method
+        return None if type(method).__name__ == "UnquantizedFusedMoEMethod" else method
+    scheme: Any = getattr(module, "scheme", None)
+    return getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)

@@ -200,7 +200,7 @@ def test_some_runs_promise_no_mismatch_on_a_confirmed_device(
             "cuda",
             None,
             "linears",
-            "mixtures of experts",
+            "experts in BF16",
         ),
     ],
     ids=["hopper", "unknown", "ampere", "npu", "experts"],

@@ -48,13 +48,14 @@ def test_experts_that_cannot_run_are_refused(tmp_path: Path) -> None:
     experts, dense = SimpleNamespace(num_experts=8), SimpleNamespace(num_experts=None)
     w8a8, own = config(tmp_path, "quant.scheme=w8a8"), config(tmp_path, "quant.kernels=dequantized")
     for refused, words in (
-        (w8a8, "no int8 products for experts on GPUs"),
-        (own, "dequantized does not support a mix"),
+        (w8a8, r"(?s)no int8 products for experts on GPUs.*set quant\.kernels=qarl"),
+        (own, r"no kernel of experts of quant\.kernels=dequantized"),
     ):
         with pytest.raises(UserError, match=words):
             check_experts(refused, gpu(90), experts)
         check_experts(refused, gpu(90), dense)
-    check_experts(config(tmp_path, "quant.scheme=fp8"), gpu(90), experts)
+    for served in (["quant.scheme=fp8"], ["quant.scheme=w8a8", "quant.kernels=qarl"]):
+        check_experts(config(tmp_path, *served), gpu(90), experts)
 
 
 @pytest.mark.parametrize(

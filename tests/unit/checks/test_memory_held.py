@@ -145,7 +145,7 @@ def test_activations_are_what_autograd_keeps(
         if align_model(model, level, device=torch.device(device)).level != level:
             pytest.skip("this machine does not have the level")
         saved.append(saved_bytes(model, torch.zeros(1, 192, dtype=torch.long)))
-    arithmetic = block_arithmetic(level, device, has_experts=False)
+    arithmetic = block_arithmetic(level, device)
     size = ModelSize.from_config(config)
     assert (saved[1] - saved[0]) / 2 / 192 == size.activation_bytes_per_token(arithmetic)
 

@@ -26,6 +26,7 @@ from qarl.schemes.kernel_choice import KernelChoice
 
 configure_vllm_process()
 experts: Any = importlib.import_module("qarl.rollout.vllm_plugin.cpu_experts")
+weights: Any = importlib.import_module("qarl.rollout.vllm_plugin.expert_weights")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the plugin is for CPUs")
 
 
@@ -178,7 +179,7 @@ def test_names_of_the_number_of_experts_are_vllms(monkeypatch: pytest.MonkeyPatc
 def test_our_schemes_are_known_in_vllms_own_reading_of_them(name: str) -> None:
     scheme = get_scheme(name, 32)
     config = experts.CompressedTensorsConfig.from_config(scheme.quantization_config(["lm_head"]))
-    assert experts.scheme_of_weights(config.target_scheme_map["Linear"]) == scheme
+    assert weights.scheme_of_weights(config.target_scheme_map["Linear"]) == scheme
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_other_schemes_are_left_to_vllm(name: str, part: str, change: dict[str, 
         key: None if args is None else QuantizationArgs.model_validate(args)
         for key, args in arguments.items()
     }
-    assert experts.scheme_of_weights(read) is None
+    assert weights.scheme_of_weights(read) is None
 
 
 def method(group_size: int = 32, *, ep: bool = False, bias: bool = False) -> Any:
@@ -226,7 +227,7 @@ def test_experts_that_the_kernel_does_not_multiply_are_refused(
     refusing: Any, sizes: tuple[int, int], why: str
 ) -> None:
     layer: Any = torch.nn.Module()  # with what `create_weights` reads of vLLM's RoutedExperts
-    layer.layer_name, layer.activation = "model.layers.0.mlp.experts", experts.MoEActivation.SILU
+    layer.layer_name, layer.activation = "model.layers.0.mlp.experts", weights.MoEActivation.SILU
     layer.apply_router_weight_on_input = False
     with pytest.raises(
         UserError, match=rf"(?s)no kernel supports these w4a16 experts.*layers\.0\.mlp.*{why}"

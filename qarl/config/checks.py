@@ -206,9 +206,6 @@ def kernels_have_something_to_do(v: Values) -> Problems:
         return
     if not scheme.quantized:
         yield bad(v, key, f"quant.scheme={scheme.name} has no quantized layers", fix)
-    elif v["backend"] == "verl":
-        reason = "QaRL gives its own kernels only to the engine of backend=local"
-        yield bad(v, key, reason, f"{fix}, or set backend=local")
     elif kernels.dequantizes and scheme.rounds_activations:
         reason = f"{scheme.name} rounds the activations to 8 bits, and a BF16 product would not"
         fix = "set it to qarl" if scheme.engine_refusal(KernelChoice.ENGINE) else fix

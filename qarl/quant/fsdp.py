@@ -33,6 +33,7 @@ from qarl.quant.quantize import QuantizedTensor, phase
 from qarl.quant.state_dict import unquantized_tensors
 from qarl.quant.weight_shard import GatheredWeight, WeightShard
 from qarl.schemes import Scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
 
 class _Sharded(nn.Module):
@@ -131,16 +132,18 @@ def quantize_before_sharding(
     *,
     scheme: Scheme,
     ignore: Sequence[str] = convert.DEFAULT_IGNORE,
+    kernels: KernelChoice = KernelChoice.ENGINE,
     device: torch.device,
 ) -> convert.QuantReport:
     """Replace the linears and experts that `scheme` quantizes, in place. Parameters and their names stay the same.
 
-    Call this before `fully_shard`. Masters may be FP32 or on the meta device. `device`: where the forward will run.
+    Call this before `fully_shard`. Masters may be FP32 or on the meta device. `kernels`: a value of `quant.kernels`.
+    `device`: where the forward will run.
     """
     selected, skipped = convert.select_linears(model, scheme, ignore)
     classes = ShardedQuantLinear, ShardedQuantExperts
     return convert.replace_selected(
-        model, selected, skipped, scheme, ignore, *classes, device=device
+        model, selected, skipped, scheme, ignore, *classes, kernels=kernels, device=device
     )
 
 

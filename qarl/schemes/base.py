@@ -219,10 +219,6 @@ class Scheme:
         """Return an error if the engine would compute another scheme. `kernels`: a value of quant.kernels."""
         return None
 
-    def verl_refusal(self, where: str) -> UserError | None:
-        """Return an error if the trainers of verl cannot have this scheme. `where`: the key that chose it."""
-        return None
-
     def cpu_refusal(self, cpu: Cpu, environment: Mapping[str, str]) -> UserError | None:
         """Return an error if vLLM or the trainer cannot multiply on this CPU, or not equally."""
         missing = [flag for flag in self.cpu_flags if flag not in cpu.flags]

@@ -44,14 +44,6 @@ class W4A8(Int4Groups):
             fix="set quant.kernels=qarl (dense models on a CPU), or use w4a16 or w8a8",
         )
 
-    def verl_refusal(self, where: str) -> UserError | None:
-        return UserError(
-            "QaRL's actor for verl does not support w4a8",
-            where=where,
-            why="vLLM would compute W4A16. QaRL gives its own W4A8 kernel only to the engine of backend=local",
-            fix="set it to w4a16 or w8a8, or run backend=local with quant.kernels=qarl",
-        )
-
     @property
     def input_activations(self) -> QuantArgs:
         return per_token("int")

@@ -1,4 +1,4 @@
-"""verl's keys for a run of QaRL's config, and the environment of its processes.
+"""verl's keys for a run of QaRL's config.
 
 `verl_keys` is the only place that maps QaRL's keys to verl's, one function for each section of verl's config.
 Statements here about verl were checked against the source of verl 0.9.1.
@@ -26,6 +26,7 @@ from qarl.objectives.settings import SAME_IN_VERL, objective_settings
 from qarl.quant.meta_model import meta_model
 from qarl.rollout.adapter_spec import AdapterSpec
 from qarl.rollout.engine_config import operator_arguments
+from qarl.rollout.kernel_request import engine_arguments, kernel_request
 from qarl.rollout.vllm_plugin import experts_of
 from qarl.schemes import get_scheme
 from qarl.tbpo.config import KEYS
@@ -35,7 +36,8 @@ from qarl.vllm_versions import FP32_HEAD
 
 Keys = dict[str, Any]
 _ENGINE = {
-    **dict.fromkeys(("scheme", "group_size", "ignore", "align", "mismatch_limit"), "quant"),
+    **dict.fromkeys(("scheme", "group_size", "ignore", "align", "kernels"), "quant"),
+    "mismatch_limit": "quant",
     **dict.fromkeys(("router_replay", "tensor_model_parallel_size", "enforce_eager"), "rollout"),
     "head_dtype": "model",
     **dict.fromkeys(("old_log_probs", "old_log_probs_sample"), "actor"),
@@ -275,6 +277,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         # vLLM's default. verl's default is a separate worker process, which starts only after the engine's.
         keys[f"+{root}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
+    arguments = engine_arguments(kernel_request(config.quant.kernels, scheme.name))
     if not on_cpu:
         # At the levels above `linears` the trainer can follow only engines with these arguments.
         arguments = operator_arguments(
@@ -284,7 +287,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
             max_num_seqs=rollout.max_num_seqs,
             kernels=config.quant.kernels,
         )
-        keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in arguments.items()}
+    keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in arguments.items()}
     if config.lora.r and (hf_config := hf_config_of(config)) is not None:
         model = meta_model(hf_config, trust_remote_code=config.model.trust_remote_code)
         spec = AdapterSpec(

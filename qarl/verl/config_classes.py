@@ -96,7 +96,7 @@ class QuantFSDPEngineConfig(FSDPEngineConfig):
             return
         values = {key: value for key, value in _plain(self.quant).items() if key != "_target_"}
         settings = checked(QuantSettings, values, QUANT)
-        refusal = get_scheme(settings.scheme).verl_refusal(f"{QUANT}.scheme")
+        refusal = get_scheme(settings.scheme).engine_refusal(settings.kernels)
         if refusal is not None:
             raise refusal
         object.__setattr__(self, "quant", settings)

@@ -11,9 +11,9 @@ from typing import Any
 from verl.utils.device import get_device_name
 
 from qarl.errors import UserError
+from qarl.rollout.kernel_request import REQUEST_KEY, kernel_request
 from qarl.rollout.vllm_plugin import experts_of
 from qarl.schemes import Scheme, get_scheme
-from qarl.schemes.kernel_choice import KernelChoice
 from qarl.verl.config_classes import QuantFSDPEngineConfig, QuantSettings, as_dict
 from qarl.verl.keys import (
     ACTOR,
@@ -46,7 +46,7 @@ def engine_errors(model: Any, engine: Any) -> list[UserError]:
             from qarl.checks.machine import check_this_gpu
 
             scheme = get_scheme(engine.quant.scheme)
-            attempt(lambda: check_this_gpu(scheme, KernelChoice.ENGINE), errors)
+            attempt(lambda: check_this_gpu(scheme, engine.quant.kernels), errors)
             errors += _refused_experts(model, engine, scheme)
         conflicts += _quantized_conflicts(engine)
         conflicts += _adapter_conflicts(model, engine)
@@ -129,6 +129,7 @@ def disagreements(composed: Any, quant: QuantSettings) -> Iterator[UserError]:
     """Yield an error for each setting of vLLM that is not what the actor (`quant`) computes with. `composed`: verl's
     whole config."""
     yield from _other_quantization(composed, quant)
+    yield from _other_kernels(composed, quant)
     for conflict in _other_settings(composed, quant):
         yield conflict.error()
 
@@ -155,6 +156,24 @@ def _other_quantization(composed: Any, quant: QuantSettings) -> Iterator[UserErr
         where=f"{QUANT}, {OVERRIDES}.quantization_config",
         why=f"{settings} gives {shown(actors)}, but {OVERRIDES}.quantization_config has {shown(engines)}",
         fix=f"change the scheme by the group +qarl={quant.scheme} or by QaRL's quant.*, which set both",
+    )
+
+
+def _other_kernels(composed: Any, quant: QuantSettings) -> Iterator[UserError]:
+    from omegaconf import OmegaConf
+
+    asked = as_dict(as_dict(OmegaConf.select(composed, VLLM)).get("additional_config"))
+    request = kernel_request(quant.kernels, quant.scheme)
+    engines = [str(part) for part in asked.get(REQUEST_KEY) or ()]
+    actors = [] if request is None else [request.kernels.value, request.scheme]
+    if engines == actors:
+        return
+    key = f"+{VLLM}.additional_config.{REQUEST_KEY}"
+    yield UserError(
+        "the actor and the rollout engine would run different kernels",
+        where=f"{QUANT}.kernels={quant.kernels}, {key}={engines or None}",
+        why="the engine gets QaRL's kernels only by that entry, which QaRL's own config writes for quant.kernels",
+        fix=f"set {key}=[{','.join(actors)}]" if actors else f"remove {key}",
     )
 
 

@@ -115,12 +115,11 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             return module
         device = torch.device(get_device_name())
         report: Any = "linears: BF16 in the forward"
+        options: dict[str, Any] = {"scheme": self.scheme, "ignore": self.ignore, "device": device}
         if self.quant.lora.r:
-            report = quantize_model(module, scheme=self.scheme, ignore=self.ignore, device=device)
+            report = quantize_model(module, kernels=self.quant.kernels, **options)
         elif self.scheme.quantized and self.quant.align.low_bit:
-            report = quantize_before_sharding(
-                module, scheme=self.scheme, ignore=self.ignore, device=device
-            )
+            report = quantize_before_sharding(module, kernels=self.quant.kernels, **options)
         engine: dict[str, Any] = {
             "workers": self.quant.tensor_model_parallel_size,
             "eager": self.quant.enforce_eager,
@@ -136,12 +135,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             module, len(self.model_config.tokenizer), self.quant.head_dtype
         )
         if self.quant.lora.r:
-            options: dict[str, Any] = {
-                "scheme": self.scheme,
-                "ignore": self.ignore,
-                "seed": self.engine_config.seed,
-            }
-            self.adapters = ActorAdapters(module, self.quant.lora, device=device, **options)
+            seed = self.engine_config.seed
+            self.adapters = ActorAdapters(module, self.quant.lora, seed=seed, **options)
         if self.rank == 0:
             _log.info("%s\n%s\n%s", report, aligned, self.adapters or "")
         return module

@@ -184,6 +184,7 @@ def trained_model(engine: Any) -> TrainedModel:
         engine.ignore,
         align=engine.align,
         limit_level=engine.limit_level,
+        kernels=engine.quant.kernels,
         can_be_aligned=replaced and engine.quant.tensor_model_parallel_size == 1,
         dtype=torch.bfloat16,
     )

@@ -25,10 +25,14 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from qarl.errors import UserError
 from qarl.process import allow_matrix_tiles
 from qarl.rollout.adapter_spec import AdapterSpec, servable, use_vllms_loader
+from qarl.rollout.chosen_kernel import own_kernels
+from qarl.rollout.kernel_request import request_of
 from qarl.rollout.publish.adapters import EngineAdapter
 from qarl.rollout.publish.manifest import engines_manifest
 from qarl.rollout.publish.transaction import EngineWeights
 from qarl.rollout.remote.receive import Inbox, StreamReceiver
+from qarl.rollout.vllm_plugin import check_linears_loaded
+from qarl.rollout.vllm_plugin.own_linears import check_in_use
 from qarl.schemes import UNQUANTIZED, from_quantization_config
 from qarl.verl.ask_servers import RESUME
 from qarl.verl.publication import (
@@ -57,6 +61,10 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
         config = kwargs.get("vllm_config")
         if config is not None and config.lora_config is not None:
             _serve_adapters(config)
+        request = request_of(config)
+        if request is not None:
+            check_linears_loaded(request.kernels)
+            _contexts.enter_context(own_kernels(request))
         return worker
 
     def qarl_adapter(self) -> tuple[str, int] | str:
@@ -132,6 +140,9 @@ def make_receiver(worker: Any, run: str) -> StreamReceiver:
     check_release()
     runner = worker.model_runner
     expected = engines_manifest(runner.vllm_config.model_config.hf_config, runner.get_model())
+    request = request_of(runner.vllm_config)
+    if request is not None:
+        check_in_use(runner.get_model(), request)
     weights = EngineWeights.of_runner(runner, expected)
     adapter = None
     if runner.vllm_config.lora_config is not None:

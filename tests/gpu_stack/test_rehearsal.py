@@ -29,7 +29,7 @@ from qarl.checks.memory_parts import ranks
 from qarl.checks.model_size import ModelSize
 from qarl.kernels.base import ExpertsShape
 from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel
-from qarl.rollout.kernel_request import LEAST_ROWS_KEY
+from qarl.rollout.kernel_request import LEAST_ROWS_KEY, is_followed
 from qarl.schemes import get_scheme
 from qarl.verl.run import UNKNOWN_GPU_BYTES
 
@@ -262,7 +262,9 @@ def test_the_kernels_on_hopper(resolved: Any, engine: Any, ours: Any) -> None:
         of_engine = "QaRLPaddedFP8LinearKernel"
     assert len(linears) == (2 if size.experts else 4) and set(linears.values()) == {of_engine}
     assert experts == ({STACKS[quant.scheme][0]} if size.experts else set())
-    assert routers == ({"UnquantizedLinearMethod"} if size.experts else set())
+    followed = quant.scheme != "bf16" and is_followed(engine)
+    router = "RouterMethod" if followed else "UnquantizedLinearMethod"
+    assert routers == ({router} if size.experts else set())
     if quant.scheme == "bf16":
         return
     device = torch.device("cuda", 0)

@@ -288,9 +288,13 @@ def test_engines_on_gpus_have_one_split_only_where_the_trainer_follows_it(tmp_pa
 
     assert one_split()
     assert not one_split(**{"trainer.n_gpus_per_node": 2, "rollout.tensor_model_parallel_size": 2})
-    assert not one_split(
-        **{"model.path": str(save_random_model(tmp_path, "qwen3_moe")), "quant.group_size": 32}
-    )
+    experts = {
+        "model.path": str(save_random_model(tmp_path, "qwen3_moe")),
+        "quant.group_size": 32,
+        "quant.ignore": ["lm_head", "re:.*[.]mlp[.]gate$"],
+    }
+    assert not one_split(**experts)  # Marlin's tokens depend on each other
+    assert one_split(**experts, **{"quant.kernels": "qarl"})
     assert one_split(**{"model.path": str(tmp_path / "missing")}), "the checks of a run refuse it"
     for capability, level in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -298,6 +302,25 @@ def test_engines_on_gpus_have_one_split_only_where_the_trainer_follows_it(tmp_pa
             torch.cuda, "get_device_capability", lambda capability=capability: capability
         )
         assert one_split() is level
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "changes", "asked"),
+    [
+        (True, {}, None),
+        (True, {"quant.scheme": "w4a8"}, {"qarl_linears": ["qarl", "w4a8"]}),
+        (False, {}, {"qarl_linears": ["qarl", "w4a16"], "qarl_followed": True}),
+        (False, {"quant.align": "linears"}, {"qarl_linears": ["qarl", "w4a16"]}),
+    ],
+)
+def test_both_sides_get_the_kernels_of_the_config(on_cpu, changes, asked):
+    """The engine by an entry of vLLM's `additional_config`, the actor by its settings."""
+    if asked:
+        changes = changes | {"quant.kernels": "qarl"}
+    resolved = verl_config(quickstart(**changes), on_cpu=on_cpu).actor_rollout_ref
+    assert resolved.rollout.engine_kwargs.vllm.get("additional_config") == asked
+    quant = resolved.actor.fsdp_config.quant
+    assert quant.kernels == ("qarl" if asked else "engine")
 
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -196,6 +196,10 @@ CONTRADICTIONS = [
     ),
     ({f"{ENGINE}.hf_overrides.quantization_config.ignore": []}, (f"{SECTION}.ignore=['lm_head']",)),
     ({f"+{ENGINE}.hf_overrides.head_dtype": "float32"}, (f"{SECTION}.head_dtype=model",)),
+    (
+        {f"{SECTION}.kernels": "qarl"},
+        ("would run different kernels", "additional_config.qarl_linears=[qarl,w4a16]"),
+    ),
     ({f"{SECTION}.tensor_model_parallel_size": 4}, ("actor_rollout_ref.rollout makes it",)),
     ({f"{ENGINE}.worker_extension_cls": None}, ("no receiver",)),
     ({f"{ENGINE}.worker_extension_cls": VERLS_RECEIVER}, ("no receiver",)),

@@ -198,7 +198,6 @@ actor.ppo_max_token_len_per_gpu=9999 | actor.ppo_max_token_len_per_gpu | set act
 BY_TOKENS actor.ppo_max_token_len_per_gpu=null | actor.ppo_max_token_len_per_gpu | fills micro-batches
 BY_TOKENS actor.ppo_max_token_len_per_gpu=9 | actor.ppo_max_token_len_per_gpu | never split
 quant.scheme=bf16 quant.kernels=qarl | quant.kernels | no quantized layers
-quant.kernels=qarl backend=verl | quant.kernels | only to the engine of backend=local
 quant.scheme=w4a8 quant.kernels=dequantized | quant.kernels | set it to qarl
 quant.scheme=fp8 quant.kernels=dequantized | quant.kernels | set it to engine
 quant.ignore=[re:head] | quant.ignore | wrong results
@@ -229,6 +228,7 @@ def test_keys_that_do_not_fit(folder: Path, row: str) -> None:
     [
         ["quant.scheme=bf16", "quant.align=linears", "quant.ignore=[]"],
         ["quant.scheme=w4a8", "quant.kernels=qarl"],
+        ["quant.scheme=w4a8", "quant.kernels=qarl", "backend=verl"],
         ["quant.scheme=fp8", "quant.kernels=qarl", "quant.align=linears"],
         ["quant.kernels=dequantized"],
         ["quant.ignore=lm_head", "optim.lr=0"],

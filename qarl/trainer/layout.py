@@ -3,6 +3,10 @@
 The host knows the lengths of a batch's rows (`Batch.host_lengths`). So it need not ask the device where the tokens are,
 as an index by a mask does, which waits until the device has computed all that was queued before. It sends the places of
 tokens, and of those that predict a token of a response, in one copy that it does not wait for.
+
+Rows of a pack may have the same prompt, as the responses to one prompt have. Where the bits of the prompt's tokens are
+the same in each row (`Policy.shared_prompt`), the pack has these tokens once: they are computed once, forward and
+backward, and the responses of all these rows see them.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qarl.kernels.base import upload
+from qarl.kernels.cpu.layer_ops import Group, Row
 from qarl.trainer.batch import TOKEN_MULTIPLE, Batch, Rows, index_of
 
 
@@ -24,6 +29,7 @@ class Layout:
     """The rows of a micro-batch in a forward. A slot is an index into the flattened `input_ids`.
 
     inputs      the model's keyword arguments; `input_ids` is [1, tokens] packed or [rows, T] padded
+    groups      the rows that share a prompt in a pack, which are one row in `row_lengths`
     rows        number of rows; a pack may have another one after them, which fills it up
     width       T of the batch
     responses   R of the batch
@@ -36,6 +42,7 @@ class Layout:
     """
 
     inputs: dict[str, Any]
+    groups: tuple[Group, ...]
     rows: int
     width: int
     responses: int
@@ -48,6 +55,11 @@ class Layout:
     def size(self) -> int:
         """The number of slots."""
         return int(self.inputs["input_ids"].numel())
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether rows have slots in common."""
+        return any(len(group.rows) > 1 for group in self.groups)
 
     def flatten(self, tokens: Tensor, fill_value: int) -> Tensor:
         """Return [slots, ...] from `tokens` [rows, T, ...]. Slots without a token hold `fill_value`."""
@@ -72,41 +84,59 @@ class Layout:
         return responses.unflatten(0, (self.rows, self.responses))
 
 
-def lay_out(batch: Batch, rows: Rows, *, packed: bool = True) -> Layout:
-    """Return the layout of `batch[rows]`, packed or padded."""
+def lay_out(batch: Batch, rows: Rows, *, packed: bool = True, shared_prompt: int = 0) -> Layout:
+    """Return the layout of `batch[rows]`, packed or padded.
+
+    `shared_prompt`: rows of a pack with the same prompt share it, if the engine has prefilled at most this number of
+    tokens. It needs a batch on the host."""
     numbers = batch.numbers(rows)
     known = batch.host_lengths
     prompts = torch.tensor([known.prompts[row] for row in numbers])
     lengths = torch.tensor([known.responses[row] for row in numbers])
+    input_ids = batch.input_ids[index_of(rows)]
     count = len(numbers)
     width = batch.input_ids.shape[1]
+    later = [()] * count if batch.later_prefills is None else batch.parts_of(rows)
+    computed = [*map(Row, (prompts + lengths).tolist(), prompts.tolist(), later)]
+    members = [[row] for row in range(count)]
+    if packed and shared_prompt:
+        members = _rows_of_groups(input_ids, computed, shared_prompt)
+    groups = tuple(Group(tuple(computed[row] for row in of_group)) for of_group in members)
+    starts = _starts(members, computed)
+    if not packed:
+        starts = torch.arange(count).expand(2, count) * width
     row, place = _each(prompts + lengths)
     of_row, offset = _each(lengths) if batch.conversations is None else _turns(batch, numbers)
     places = row * width + place
     predicted = of_row * batch.responses.shape[1] + offset
-    row_lengths = (prompts + lengths).tolist()
-    missing = -len(places) % TOKEN_MULTIPLE if packed else 0
+    slots = torch.where(place < prompts[row], *starts[:, row]) + place
+    predictors = torch.where(offset == 0, *starts[:, of_row]) + prompts[of_row] - 1 + offset
+    used = sum(group.tokens for group in groups)
+    missing = -used % TOKEN_MULTIPLE if packed else 0
     if missing:  # a row of its own
-        place = torch.cat([place, torch.arange(missing)])
-        row_lengths.append(missing)
-    starts = (prompts + lengths).cumsum(0) - prompts - lengths
-    if not packed:
-        starts = torch.arange(count) * width
-    predictors = (starts + prompts - 1)[of_row] + offset
-    device = batch.input_ids.device
-    together = [places, predictors, predicted, place]
-    sizes = [len(part) for part in together]
-    places, predictors, predicted, place = upload(torch.cat(together), device).split(sizes)
-    input_ids = batch.input_ids[index_of(rows)]
-    inputs: dict[str, Any] = {"input_ids": input_ids}
-    slots = places
+        groups = (*groups, Group.of(missing, [0]))
+    together = [places, slots, predictors, predicted]
     if packed:
-        tokens = input_ids.flatten()[places]
-        inputs = {"input_ids": F.pad(tokens, (0, missing))[None], "position_ids": place[None]}
-        slots = torch.arange(len(tokens), device=device)
-    inputs["row_lengths"] = tuple(row_lengths)
+        sources = places.new_empty(used)
+        sources[slots] = places
+        positions = F.pad(torch.empty_like(sources), (0, missing))
+        positions[slots] = place
+        positions[used:] = torch.arange(missing)
+        together += [sources, positions]
+    device = batch.input_ids.device
+    sizes = [len(part) for part in together]
+    places, slots, predictors, predicted, *of_pack = upload(torch.cat(together), device).split(
+        sizes
+    )
+    inputs: dict[str, Any] = {"input_ids": input_ids}
+    if packed:
+        sources, positions = of_pack
+        tokens = F.pad(input_ids.flatten()[sources], (0, missing))
+        inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
+    inputs["row_lengths"] = tuple(group.tokens for group in groups)
     return Layout(
         inputs,
+        groups,
         rows=count,
         width=width,
         responses=batch.responses.shape[1],
@@ -125,6 +155,31 @@ def _turns(batch: Batch, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
     offsets = [torch.arange(start, end) for turns in rows for start, end in turns]
     lengths = torch.tensor([sum(end - start for start, end in turns) for turns in rows])
     return torch.arange(len(rows)).repeat_interleave(lengths), torch.cat(offsets)
+
+
+def _rows_of_groups(input_ids: Tensor, rows: Sequence[Row], longest: int) -> list[list[int]]:
+    """Return the numbers of the rows of each group, in the order of the groups' first rows. Rows with the same prompt
+    are a group, if the engine has prefilled at most `longest` tokens. `input_ids`: int64 [rows, T] on the host."""
+    groups: dict[Any, list[int]] = {}
+    for number, row in enumerate(rows):
+        shared = row.prompt > 0 and row.longest_prefill <= longest
+        key = input_ids[number, : row.prompt].numpy().tobytes() if shared else number
+        groups.setdefault(key, []).append(number)
+    return list(groups.values())
+
+
+def _starts(members: Sequence[Sequence[int]], rows: Sequence[Row]) -> Tensor:
+    """Return int64 [2, rows]: for each row of a pack the slot of its prompt's first token, and the slot of that token
+    if the whole row stood where its response is. `members`: the numbers of the rows of each group."""
+    starts = torch.empty(2, len(rows), dtype=torch.int64)
+    slot = 0
+    for numbers in members:
+        starts[0, numbers] = slot
+        for number in numbers:
+            starts[1, number] = slot
+            slot += rows[number].length - rows[number].prompt
+        slot += rows[numbers[0]].prompt
+    return starts
 
 
 def _each(counts: Tensor) -> tuple[Tensor, Tensor]:

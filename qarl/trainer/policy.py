@@ -20,11 +20,14 @@ from torch import Tensor, nn
 from qarl.align import align_model
 from qarl.align.cpu_attention import uses_engine_attention
 from qarl.align.packed_attention import attends_in_rows, no_mask
+from qarl.align.rotary import head_size_of
 from qarl.align.router import replays
 from qarl.checks.model import has_plain_head, no_fp32_head
 from qarl.checks.model_folder import cannot_load, lacks_tensors, load_hf_config, loading_options
 from qarl.config.level import Level
 from qarl.errors import UserError
+from qarl.kernels.cpu.layer_ops import longest_shared_prompt
+from qarl.kernels.gather import rows_of
 from qarl.kernels.log_probs import LOGITS_AT_A_TIME, LogitsInBlocks, Truncation, WholeLogits
 from qarl.lora.layers import Adapters
 from qarl.progress import live
@@ -256,7 +259,7 @@ class Policy:
         temperature and the softmax.
         """
         index = index_of(rows)
-        layout = lay_out(batch, rows, packed=self.packed)
+        layout = self.lay_out(batch, rows)
         tokens = layout.of_responses(batch.responses[index])
         with self.routing(batch, rows, layout):
             logits = self.logits(batch, rows, layout)
@@ -268,6 +271,20 @@ class Policy:
             sampled_from = layout.of_responses(batch.sampling_mask[index])
         log_probs, top = logits.log_probs(tokens, temperature=temperature, mask=sampled_from)
         return layout.to_responses(log_probs), layout.to_responses(top)
+
+    def lay_out(self, batch: Batch, rows: Rows) -> Layout:
+        """Return the layout of `batch[rows]` in a forward."""
+        longest = 0 if batch.routed_experts is not None else self.shared_prompt
+        return lay_out(batch, rows, packed=self.packed, shared_prompt=longest)
+
+    @property
+    def shared_prompt(self) -> int:
+        """The largest number of tokens of a prompt that rows of a pack share, or 0 if they share none. They do so where
+        its tokens have the same bits in each row, and where no wrapper must see the whole forward."""
+        plain = self.plain_head and self.called is self.model
+        if not (self.packed and plain and uses_engine_attention(self.model)):
+            return 0
+        return longest_shared_prompt(head_size_of(self.model.config))
 
     @contextmanager
     def routing(self, batch: Batch, rows: Rows, layout: Layout) -> Iterator[None]:
@@ -306,24 +323,23 @@ class Policy:
         predictors = layout.predictors
         if uses_engine_attention(self.model):
             # The engine's attention sums in different orders in the prefill of a prompt and in decoding.
-            filler = inputs["row_lengths"][layout.rows :]
-            prompts = batch.prompt_lengths[index_of(rows)]
-            inputs["prompt_lengths"] = torch.cat([prompts, prompts.new_tensor(filler)])
-            if batch.later_prefills is not None:
-                inputs["later_prefills"] = [*batch.parts_of(rows), *([()] * len(filler))]
-        if self.logits_in_blocks(len(predictors) if self.packed else layout.size):
-            hidden = self.model.base_model(use_cache=False, **inputs).last_hidden_state.flatten(
-                0, 1
-            )[predictors]
-            weight = self.model.get_output_embeddings().weight
+            inputs["groups"] = layout.groups
+        in_blocks = self.logits_in_blocks(len(predictors) if self.packed else layout.size)
+        to_keep = F.pad(predictors, (0, -len(predictors) % TOKEN_MULTIPLE))
+        if in_blocks or layout.shares_prompts:
+            hidden = self.model.base_model(use_cache=False, **inputs).last_hidden_state
+            head = self.model.get_output_embeddings()
+            if not in_blocks:
+                logits = head(rows_of(hidden.flatten(0, 1), to_keep))
+                return WholeLogits(logits[: len(predictors)])
+            chosen = rows_of(hidden.flatten(0, 1), predictors)
             if self.fp32_head:  # as in vLLM's LogitsProcessor, both operands are cast
-                return LogitsInBlocks(hidden.float(), weight.float())
-            return LogitsInBlocks(hidden, weight)
+                return LogitsInBlocks(chosen.float(), head.weight.float())
+            return LogitsInBlocks(chosen, head.weight)
         if not self.packed:
             return WholeLogits(
                 self.called(use_cache=False, **inputs).logits.flatten(0, 1)[predictors]
             )
-        to_keep = F.pad(predictors, (0, -len(predictors) % TOKEN_MULTIPLE))
         return WholeLogits(
             self.called(use_cache=False, logits_to_keep=to_keep, **inputs).logits[
                 0, : len(predictors)

@@ -11,7 +11,6 @@ import torch
 
 from qarl.kernels.log_probs import LogitsInBlocks, log_probs_and_entropies
 from qarl.trainer.batch import Batch
-from qarl.trainer.layout import lay_out
 from qarl.trainer.policy import Policy
 
 
@@ -52,7 +51,7 @@ def log_probs_of_rows(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return log-probs and, if `entropies` is true, entropies in nats. Both are FP32 [rows, response_width], 0 on
     padding."""
-    layout = lay_out(batch, rows, packed=policy.packed)
+    layout = policy.lay_out(batch, rows)
     tokens = layout.of_responses(batch.responses[rows])
     with policy.routing(batch, rows, layout):
         logits = policy.logits(batch, rows, layout)

@@ -9,6 +9,9 @@ cut of a prompt changes its bits (`_calls_of_rows`), and the keys of one query a
 long prompts is not batch-invariant, because one call computes several of them. The operator has no autograd.
 `qarl.align.cpu_attention` adds it.
 
+Rows of a pack may share their prompt (`Group`). Its tokens are then in the pack once, and are computed once. Each row
+still has keys and values of its own in the cache, where the engine would have put them.
+
 Rotary embedding. It is compared with transformers' (`qarl.align.rotary`). The two read different config keys, and may
 compute different angles from the same keys. For example, vLLM's `dynamic` changes the base for every length, but
 transformers' `dynamic` only beyond the trained length.
@@ -17,10 +20,13 @@ transformers' `dynamic` only beyond the trained length.
 from __future__ import annotations
 
 import copy
+import sys
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from qarl.kernels.cpu.attention_tiles import longest_exact_prompt
 from qarl.process import configure_vllm_process, vllm_missing
@@ -57,10 +63,14 @@ def attention_unavailable(device_type: str, head_size: int) -> str | None:
 
 
 class _Call(NamedTuple):
-    """The arguments of a call of the operator for `tokens` tokens of whole rows, which no layer changes."""
+    """The arguments of a call of the operator for `tokens` tokens of whole groups, which no layer changes.
+
+    `cached`: int64; which of these tokens is at each of the `slots`, or None if they are in order.
+    """
 
     tokens: int
     blocks: int
+    cached: torch.Tensor | None
     slots: torch.Tensor
     query_starts: torch.Tensor
     key_ends: torch.Tensor
@@ -94,14 +104,58 @@ class Row(NamedTuple):
         return max(self.prompt, *(end for _, end in self.later)) if self.later else self.prompt
 
 
+class Group(NamedTuple):
+    """Rows with the same prompt in a pack, which has the tokens of the prompt, and then those of each response."""
+
+    rows: tuple[Row, ...]
+
+    @classmethod
+    def of(cls, prompt: int, responses: Sequence[int]) -> Group:
+        """Return the rows of responses of these lengths, which have been decoded, to a prompt of this length."""
+        return cls(tuple(Row(prompt + response, prompt) for response in responses))
+
+    @property
+    def prompt(self) -> int:
+        """The number of tokens of the prompt."""
+        return self.rows[0].prompt
+
+    @property
+    def responses(self) -> tuple[int, ...]:
+        """The number of tokens of each response."""
+        return tuple(row.length - row.prompt for row in self.rows)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in the pack."""
+        return self.prompt + sum(self.responses)
+
+    @property
+    def requests(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The requests of each row, int32 [requests]: number of queries, and the end of `Row.ends`. The prompt is a
+        request of the first row."""
+        requests = []
+        for number, row in enumerate(self.rows):
+            ends = row.ends
+            before = ends.new_zeros(1)
+            if number and row.prompt:
+                before = ends[:1]
+                ends = ends[1:]
+            requests.append((ends.diff(prepend=before), ends))
+        return requests
+
+
 def causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, rows: tuple[Row, ...]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    groups: tuple[Group, ...],
 ) -> torch.Tensor:
-    """Compute packed rows' BF16 [T, H, D] from query BF16 [T, H, D], key and value BF16 [T, Hkv, D], any strides."""
+    """Compute a pack's BF16 [T, H, D] from query BF16 [T, H, D], key and value BF16 [T, Hkv, D], any strides."""
     from vllm import _custom_ops as ops
 
     heads, head_size, kv_heads = *query.shape[1:], key.shape[1]
-    isa, calls = _calls(rows, heads, kv_heads, head_size, torch.get_num_threads())
+    isa, calls = _calls(groups, heads, kv_heads, head_size, torch.get_num_threads())
     output = query.new_empty(query.shape)
     sizes = [call.tokens for call in calls]
     query = query.contiguous()
@@ -111,6 +165,8 @@ def causal_attention(
         # The cache must start as zeros, because the operator also multiplies masked places, and NaN times zero is NaN.
         cache = query.new_zeros(call.blocks, kv_heads, 2 * BLOCK_SIZE, head_size)
         key_cache, value_cache = cache.chunk(2, dim=2)
+        if call.cached is not None:
+            k, v = (tensor.index_select(0, call.cached) for tensor in (k, v))
         ops.cpu_attn_reshape_and_cache(k, v, key_cache, value_cache, call.slots, isa)
         ops.cpu_attention_with_kv_cache(
             query=q,
@@ -133,25 +189,22 @@ def causal_attention(
 
 @lru_cache(maxsize=4)  # all layers of a forward have the same rows
 def _calls(
-    rows: tuple[Row, ...], heads: int, kv_heads: int, head_size: int, threads: int
+    groups: tuple[Group, ...], heads: int, kv_heads: int, head_size: int, threads: int
 ) -> tuple[str, list[_Call]]:
-    """Return the operator's instruction set and its calls for these rows, in their order."""
+    """Return the operator's instruction set and its calls for these groups, in their order."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     isa = _get_attn_isa(torch.bfloat16, BLOCK_SIZE, head_size)
     calls = []
-    for together in _calls_of_rows(rows, threads, longest_exact_prompt(head_size)):
-        lengths = torch.tensor([row.length for row in together])
+    for together in _calls_of_groups(groups, threads, longest_exact_prompt(head_size)):
+        lengths = torch.tensor([row.length for group in together for row in group.rows])
         row_blocks = (lengths + BLOCK_SIZE - 1) // BLOCK_SIZE
-        starts = lengths.cumsum(0) - lengths
         first_blocks = row_blocks.cumsum(0) - row_blocks
-        # The end of each request's queries in its row, which is also the number of keys that its last query sees.
-        ends = [row.ends for row in together]
+        queries, ends = zip(*(row for group in together for row in group.requests), strict=True)
         requests = torch.tensor([len(row) for row in ends])
         key_ends = torch.cat(ends)
-        query_ends = (key_ends + starts.repeat_interleave(requests)).int()
-        query_starts = torch.cat([query_ends.new_zeros(1), query_ends])
+        query_starts = F.pad(torch.cat(queries).cumsum(0), (1, 0)).int()
         schedule = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(key_ends),
             num_heads=heads,
@@ -165,11 +218,9 @@ def _calls(
             isa=isa,
             enable_kv_split=False,
         )
-        tokens = int(lengths.sum())
         blocks = int(row_blocks.sum())
-        slots = torch.arange(tokens) + (first_blocks * BLOCK_SIZE - starts).repeat_interleave(
-            lengths
-        )
+        slots = torch.cat([torch.arange(length) for length in lengths.tolist()])
+        slots += (first_blocks * BLOCK_SIZE).repeat_interleave(lengths)
         # Beyond a row's last block, the table has blocks that the operator does not read.
         table = (
             (first_blocks[:, None] + torch.arange(int(row_blocks.max())))
@@ -177,29 +228,56 @@ def _calls(
             .int()
         )
         block_table = table.repeat_interleave(requests, 0)
-        calls.append(_Call(tokens, blocks, slots, query_starts, key_ends, block_table, schedule))
+        tokens = sum(group.tokens for group in together)
+        cached = None if len(slots) == tokens else tokens_of_rows(together)
+        calls.append(
+            _Call(tokens, blocks, cached, slots, query_starts, key_ends, block_table, schedule)
+        )
     return isa, calls
 
 
-def _calls_of_rows(rows: tuple[Row, ...], threads: int, longest_exact: int) -> list[list[Row]]:
-    """Distribute rows over calls. With several threads, a call with a prompt of more than `longest_exact` tokens has no
-    other row.
+def tokens_of_rows(groups: Sequence[Group]) -> torch.Tensor:
+    """Return the index in the pack of each token of the rows, int64, row by row with its prompt."""
+    tokens = []
+    start = 0
+    for group in groups:
+        prompt = torch.arange(start, start + group.prompt)
+        start += group.prompt
+        for response in group.responses:
+            tokens += [prompt, torch.arange(start, start + response)]
+            start += response
+    return torch.cat(tokens)
+
+
+def _calls_of_groups(
+    groups: tuple[Group, ...], threads: int, longest_exact: int
+) -> list[list[Group]]:
+    """Distribute groups over calls. With several threads, a call with a prompt of more than `longest_exact` tokens has
+    no other row.
 
     The operator gives each thread an equal share of a call's keys, and cuts a prompt where a share ends. So the bits of
     a long prompt would depend on the rows beside it.
     """
-    calls: list[list[Row]] = []
+    calls: list[list[Group]] = []
     alone = True
     tokens = 0
-    for row in rows:
-        cut = threads > 1 and row.longest_prefill > longest_exact
-        if alone or cut or tokens + row.length > _TOKENS:
+    for group in groups:
+        size = sum(row.length for row in group.rows)
+        longest = max(row.longest_prefill for row in group.rows)
+        cut = threads > 1 and longest > longest_exact
+        if alone or cut or tokens + size > _TOKENS:
             calls.append([])
             tokens = 0
-        calls[-1].append(row)
+        calls[-1].append(group)
         alone = cut
-        tokens = tokens + row.length
+        tokens = tokens + size
     return calls
+
+
+def longest_shared_prompt(head_size: int) -> int:
+    """Return the largest number of tokens that the engine has prefilled in rows that share a prompt. With one thread
+    there is no limit. With several, a longer prefill needs a call without other rows."""
+    return sys.maxsize if torch.get_num_threads() == 1 else longest_exact_prompt(head_size)
 
 
 def engine_rotary(config: Any, head_size: int) -> Any:

@@ -6,8 +6,11 @@ import pytest
 import torch
 from cpu_features import needs_engine_attention
 
-from qarl.align.cpu_attention import causal_gradients, engine_attention, fp32_attention
-from qarl.kernels.cpu.layer_ops import Row, _calls_of_rows
+from qarl.align import attention_gradients
+from qarl.align.attention_gradients import causal_gradients, pack_gradients
+from qarl.align.cpu_attention import engine_attention, fp32_attention
+from qarl.kernels.cpu import layer_ops
+from qarl.kernels.cpu.layer_ops import Group, Row, _calls_of_groups, tokens_of_rows
 
 
 def random_attention(
@@ -78,26 +81,110 @@ def test_attention_equals_the_engines_operator_on_a_prefill_of_each_row(shape, h
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 32), (9, 3, 64), (2, 2, 16)])
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 200, 333])
-def test_gradients_equal_float64_autograd_at_every_border_of_a_block(length, heads):
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 95, 96, 97, 200, 333])
+@pytest.mark.parametrize("prefix", [0, 1, 70])
+def test_gradients_equal_float64_autograd_at_every_border_of_a_block(prefix, length, heads):
     query, key, value = (
-        tensor[0].double().requires_grad_() for tensor in random_attention(1, length, *heads)
+        tensor.double().requires_grad_() for tensor in random_attention(2, prefix + length, *heads)
     )
-    grad = torch.randn(heads[0], length, heads[2], dtype=torch.float64)
+    unseen = torch.zeros(2, prefix, dtype=torch.bool)
+    unseen[1, prefix // 2 :] = True
+    mask = torch.ones(2, 1, length, prefix + length, dtype=torch.bool).tril(prefix)
+    mask[..., :prefix] &= ~unseen[:, None, None]
+    grad = torch.randn(2, heads[0], length, heads[2], dtype=torch.float64)
     output = torch.nn.functional.scaled_dot_product_attention(
-        *(tensor[None] for tensor in (query, key, value)),
-        is_causal=True,
-        scale=0.3,
-        enable_gqa=True,
+        query[:, :, prefix:], key, value, attn_mask=mask, scale=0.3, enable_gqa=True
     )
-    expected = torch.autograd.grad(output[0], (query, key, value), grad)
-    inputs = [tensor.detach() for tensor in (query, key, value)]
-    for ours, truth in zip(causal_gradients(*inputs, grad, 0.3), expected, strict=True):
+    expected = list(torch.autograd.grad(output, (query, key, value), grad))
+    expected[0] = expected[0][:, :, prefix:]
+    inputs = [query.detach()[:, :, prefix:].contiguous(), key.detach(), value.detach(), grad]
+    inputs = [tensor.contiguous() for tensor in inputs]
+    for ours, truth in zip(causal_gradients(*inputs, 0.3, unseen=unseen), expected, strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
-    for ours, truth in zip(
-        causal_gradients(*(x.float() for x in (*inputs, grad)), 0.3), expected, strict=True
-    ):
+    singles = causal_gradients(*(tensor.float() for tensor in inputs), 0.3, unseen=unseen)
+    for ours, truth in zip(singles, expected, strict=True):
         torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-4)
+
+
+SHARED = (
+    Group.of(30, (3, 70, 0, 11)),
+    Group.of(1, (5,)),
+    Group.of(90, (65, 66)),
+    Group.of(4, (0,)),
+    Group.of(0, (9,)),
+    Group((Row(90, 20, ((35, 60), (70, 71))), Row(24, 20))),
+)
+
+
+def rows_in_float64(groups, tensors):
+    """Return the output of causal attention in float64, in the order of the pack, with its autograd: each row alone,
+    with a copy of its prompt."""
+    index = tokens_of_rows(groups)
+    rows = [tensor[0].double()[:, index] for tensor in tensors]
+    outputs, start = [], 0
+    for group in groups:
+        for number, (length, prompt, _) in enumerate(group.rows):
+            row = [tensor[None, :, start : start + length] for tensor in rows]
+            output = torch.nn.functional.scaled_dot_product_attention(
+                *row, is_causal=True, scale=0.2, enable_gqa=True
+            )[0].transpose(0, 1)
+            outputs.append(output if number == 0 else output[prompt:])
+            start += length
+    return torch.cat(outputs)[None]
+
+
+@pytest.mark.parametrize("scores", [1, 1 << 17])
+def test_gradients_of_a_pack_are_those_of_float64_rounded_once(monkeypatch, scores):
+    """Also where a prompt's keys get the gradients of four responses, and spans are padded to those beside them."""
+    monkeypatch.setattr(attention_gradients, "_SCORES", scores)
+    attention_gradients._sets.cache_clear()
+    tokens = sum(group.tokens for group in SHARED)
+    pack = [tensor.requires_grad_() for tensor in random_attention(1, tokens)]
+    grad = torch.randn(1, tokens, 4, 32).bfloat16()
+    exact = [tensor.detach().double().requires_grad_() for tensor in pack]
+    expected = torch.autograd.grad(rows_in_float64(SHARED, exact), exact, grad.double())
+    by_token = [tensor.detach()[0].transpose(0, 1) for tensor in pack]
+    for ours, truth in zip(pack_gradients(*by_token, grad[0], 0.2, SHARED), expected, strict=True):
+        truth = truth[0].transpose(0, 1)
+        assert ours.dtype == torch.bfloat16
+        rounding = (truth.bfloat16().double() - truth).norm()
+        assert (ours.double() - truth).norm() <= 1.001 * rounding
+    attention_gradients._sets.cache_clear()
+
+
+@needs_engine_attention
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_that_share_a_prompt_have_the_bits_of_rows_with_prompts_of_their_own(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert layer_ops.longest_shared_prompt(32) >= 90
+        tokens = sum(group.tokens for group in SHARED)
+        pack = random_attention(1, tokens)
+        lengths = tuple(group.tokens for group in SHARED)
+        shared = engine_attention(
+            torch.nn.Module(), *pack, None, 0.2, row_lengths=lengths, groups=SHARED
+        )[0]
+        index = tokens_of_rows(SHARED)
+        alone = engine_attention(
+            torch.nn.Module(),
+            *(tensor[:, :, index] for tensor in pack),
+            None,
+            0.2,
+            row_lengths=tuple(row.length for group in SHARED for row in group.rows),
+            prompt_lengths=torch.tensor([group.prompt for group in SHARED for _ in group.rows]),
+            later_prefills=[row.later for group in SHARED for row in group.rows],
+        )[0]
+        assert torch.equal(shared[:, index], alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_rows_do_not_share_prompts_with_a_mask():
+    pack = random_attention(1, 12)
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    with pytest.raises(ValueError, match="cannot share prompts"):
+        engine_attention(torch.nn.Module(), *pack, mask, 0.2, groups=(Group.of(2, (4, 6)),))
 
 
 @needs_engine_attention
@@ -208,9 +295,10 @@ def test_a_row_of_attention_does_not_depend_on_the_rows_beside_it_or_on_what_fol
 )
 def test_rows_share_a_call_where_none_of_them_can_be_cut(threads, rows, calls):
     """Several threads change a prompt of more than 32 tokens here. A call of several rows has at most 4,096 tokens."""
-    made = _calls_of_rows(tuple(Row(*row) for row in rows), threads, 32)
+    groups = [Group((Row(*row),)) for row in rows]
+    made = _calls_of_groups(tuple(groups), threads, 32)
     assert [len(call) for call in made] == calls
-    assert [row[:2] for call in made for row in call] == rows
+    assert [group for call in made for group in call] == groups
 
 
 @needs_engine_attention

@@ -14,7 +14,9 @@ from random_models import save_random_model
 from updating_trainer import updating_trainer
 
 from qarl.align.cpu_attention import uses_engine_attention
-from qarl.trainer.batch import Batch, fill
+from qarl.kernels.cpu.layer_ops import Group
+from qarl.rollout.requests import RolloutBatch
+from qarl.trainer.batch import Batch, fill, make_batch
 from qarl.trainer.layout import lay_out
 from qarl.trainer.policy import Policy
 
@@ -114,6 +116,67 @@ def test_the_loss_and_the_gradient_do_not_depend_on_the_micro_batches(folders, f
                 )
 
 
+def same_prompts(batch: Batch) -> Batch:
+    """Give rows 1, 3 and 5 the prompt of row 3, whose 30 tokens all have room for, and rows 6 and 7 one of 2 tokens."""
+    rows = [
+        (batch.input_ids[i, : int(batch.prompt_lengths[i])].tolist()) for i in range(len(batch))
+    ]
+    rows[1] = rows[5] = rows[3]
+    rows[7] = rows[6]
+    texts = [
+        response[mask].tolist()
+        for response, mask in zip(batch.responses, batch.response_mask, strict=True)
+    ]
+    log_probs = [[-4.0 - i / 10] * len(text) for i, text in enumerate(texts)]
+    rollout = RolloutBatch(rows, texts, log_probs, ["stop"] * len(rows), weight_version=0)
+    return make_batch(rollout, torch.zeros(len(rows)), batch.advantages, pad_token_id=2)
+
+
+@needs_w4a16_cpu
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8"])
+def test_rows_that_share_a_prompt_have_the_log_probs_of_rows_that_do_not(
+    folders, scheme, monkeypatch
+):
+    batch = same_prompts(made_batch())
+    policy = make_policy(folders["qwen3"], "model", scheme)
+    packs = [[*range(8)], [1, 5, 7]]
+    assert policy.shared_prompt > 30
+    layout = policy.lay_out(batch, slice(0, 8))
+    assert [len(group.rows) for group in layout.groups] == [1, 3, 1, 1, 2, 1]
+    assert layout.size < lay_out(batch, slice(0, 8)).size
+    shared = [log_probs(policy, batch, [pack]) for pack in packs]
+    monkeypatch.setattr(Policy, "shared_prompt", 0)
+    assert not policy.lay_out(batch, slice(0, 8)).shares_prompts
+    for pack, ours in zip(packs, shared, strict=True):
+        alone = log_probs(policy, batch, [[row] for row in pack])
+        assert torch.equal(ours[pack], alone[pack])
+
+
+@needs_w4a16_cpu
+def test_a_shared_prompts_gradients_are_as_near_to_those_of_fp32_logits(
+    folders, monkeypatch, tmp_path
+):
+    """The exact gradients are those of the same model in FP32, whose weights are the BF16 ones."""
+    batch = same_prompts(made_batch())
+    weights = torch.linspace(-1, 1, int(batch.response_mask.sum()))
+
+    def gradients(policy, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        policy.model.to(dtype).zero_grad()
+        log_probs = policy.response_log_probs(batch, slice(0, 8), temperature=0.7)
+        (log_probs[batch.response_mask] * weights).sum().backward()
+        return {name: p.grad.double() for name, p in policy.model.named_parameters()}
+
+    exact = gradients(make_policy(folders["qwen3"], "off", "bf16"), torch.float32)
+    errors = []
+    for longest in (10**6, 0):
+        monkeypatch.setattr(Policy, "shared_prompt", longest)
+        ours = gradients(make_policy(folders["qwen3"], "model", "bf16"), torch.bfloat16)
+        errors.append({n: (ours[n] - exact[n]).norm() / exact[n].norm() for n in exact})
+    shared, alone = errors
+    assert sum(shared.values()) <= 1.05 * sum(alone.values())
+    assert all(shared[name] < 2**-5 for name in exact if "embed" not in name)
+
+
 def test_every_row_is_in_one_pack_and_no_pack_is_over_the_limit():
     chosen = random.Random(0)
     for _ in range(300):
@@ -130,6 +193,30 @@ def test_every_row_is_in_one_pack_and_no_pack_is_over_the_limit():
         ValueError, match="a row of 11 tokens does not fit into a micro-batch of 10 tokens"
     ):
         fill([3, 11], 10)
+
+
+def test_a_layout_with_a_shared_prompt_by_hand():
+    """Rows of 2 + 3, 3 + 1, 2 + 2 and 2 + 0 tokens; all but the second have the prompt 7, 8."""
+    prompts, responses = [[7, 8], [7, 8, 9], [7, 8], [7, 8]], [[11, 12, 13], [14], [15, 16], []]
+    rollout = RolloutBatch(
+        prompts, responses, [[-1.0] * len(r) for r in responses], ["stop"] * 4, weight_version=0
+    )
+    batch = make_batch(rollout, torch.zeros(4), torch.zeros(4), pad_token_id=2)
+    layout = lay_out(batch, slice(0, 4), shared_prompt=2)
+    assert layout.groups == (Group.of(2, (3, 2, 0)), Group.of(3, (1,)), Group.of(53, (0,)))
+    assert layout.shares_prompts and layout.inputs["row_lengths"] == (7, 4, 53)
+    ids = [7, 8, 11, 12, 13, 15, 16, 7, 8, 9, 14]
+    assert layout.inputs["input_ids"].tolist() == [ids + [0] * 53]
+    positions = [0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 3]
+    assert layout.inputs["position_ids"].tolist() == [[*positions, *range(53)]]
+    assert layout.slots.tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 10, 0, 1, 5, 6, 0, 1]
+    assert layout.predictors.tolist() == [1, 2, 3, 9, 1, 5]
+    tokens = layout.unflatten(layout.inputs["input_ids"][0])
+    mask = torch.arange(5) < batch.lengths[:, None]
+    assert torch.equal(tokens, batch.input_ids * mask)
+    alone = lay_out(batch, slice(0, 4), shared_prompt=1)
+    assert alone.inputs["row_lengths"] == (5, 4, 4, 2, 49) and not alone.shares_prompts
+    assert not lay_out(batch, slice(0, 4), packed=False, shared_prompt=9).shares_prompts
 
 
 def test_a_layout_by_hand():

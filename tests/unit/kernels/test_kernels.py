@@ -176,7 +176,7 @@ def threads(request) -> Iterator[int]:
 @needs_vllm_cpu
 @pytest.mark.parametrize("shape", [(33, 47), (1, 8), (128, 1001), (1536, 512)])
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
-def test_kernels_have_the_bits_of_vllms_kernel_classes(scheme, shape, threads):
+def test_kernels_have_the_bits_of_vllms_kernel_classes(scheme, shape, threads, monkeypatch):
     pytest.importorskip("vllm")
     configure_vllm_process()
     q = make_weight(scheme, shape)
@@ -188,7 +188,8 @@ def test_kernels_have_the_bits_of_vllms_kernel_classes(scheme, shape, threads):
     tiles = [kernel for kernel in serving if kernel is vllm_linears.VllmCpuInt8TilesLinear]
     kernels = tiles or [kernel for kernel in serving if kernel.name != "reference"]
     prepared = [kernel.prepare(q.tensors) for kernel in kernels]
-    for rows in (1, 2, 7, 16, 17, 64, 513):
+    monkeypatch.setattr(vllm_linears, "_ROWS_WORTH_PACKING", 500)  # packed before the last rows
+    for rows in (1, 2, 7, 16, 17, 64, 513, 64, 1):
         x = make_input(rows, shape[1])
         for bias in (None, torch.randn(shape[0]).bfloat16()):
             expected = theirs(x, bias)
@@ -215,19 +216,26 @@ def test_fp8_by_scaled_mm_has_the_same_bits(monkeypatch):
 
 
 @needs_w4a16_cpu
-def test_the_int8_handler_outlives_the_wire_tensors(monkeypatch):
-    """It holds a bare pointer to its scales: freed memory would be multiplied by."""
+def test_an_int8_weight_is_packed_after_some_rows_and_keeps_its_bits(monkeypatch):
+    """Its handler holds a bare pointer to the scales: freed memory would be multiplied by."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # tiles need no handler
-    kernel = available(vllm_linears.VllmCpuInt8Linear, (256, 256))
-    q, x = make_weight("w8a8", (256, 256)), make_input(5, 256)
+    monkeypatch.setattr(vllm_linears, "_ROWS_WORTH_PACKING", 300)
+    kernel = available(vllm_linears.VllmCpuInt8Linear, (256, 320))
+    q = make_weight("w8a8", (256, 320))
+    x = make_input(290, 320)
+    bias = torch.randn(256).bfloat16()
     prepared = kernel.prepare(q.tensors)
-    expected = kernel.linear(x, prepared, None)
+    before = [kernel.linear(x[:rows], prepared, bias) for rows in (290, 5)]
+    assert not prepared.packed
+    after = kernel.linear(x, prepared, bias)
+    assert prepared.packed
+    assert torch.equal(before[0], after) and torch.equal(before[1], after[:5])
     for tensor in q.tensors.values():
         tensor.zero_()
     del q
     gc.collect()
     overwrite = [torch.full((256, 1), float("nan")) for _ in range(64)]
-    assert torch.equal(kernel.linear(x, prepared, None), expected) and len(overwrite) == 64
+    assert torch.equal(kernel.linear(x, prepared, bias), after) and len(overwrite) == 64
 
 
 @needs_w4a16_cpu

@@ -247,6 +247,7 @@ class _ExpertsPlan:
     def __init__(self, scheme_name: str) -> None:
         self.convert = in_marlins_layout if scheme_name == "w4a16" else dict
         self.layer: Any = None
+        self.written: set[Any] = set()
 
     def write(self, tensors: dict[str, torch.Tensor]) -> None:
         parts: dict[str, dict[str, torch.Tensor]] = {}

@@ -77,7 +77,9 @@ def write_int8(layer: Any, parts: list[Part]) -> None:
     if (
         getattr(layer, "azp_adj", None) is not None
     ):  # used only for asymmetric activations, but kept correct
-        layer.azp_adj.data.copy_(weight.sum(1, dtype=torch.float32) * layer.weight_scale.squeeze(1))
+        ones = weight.new_ones(weight.shape[1], 8)
+        sums = torch._int_mm(weight, ones)[:, 0]  # of integers, in half of the time of a sum
+        layer.azp_adj.data.copy_(sums.float() * layer.weight_scale.squeeze(1))
     dtype = getattr(layer, "params_dtype", torch.bfloat16)
     kernel.dnnl_handler = ops.create_onednn_scaled_mm(
         weight.t(),

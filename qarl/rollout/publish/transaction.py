@@ -125,7 +125,7 @@ class EngineWeights:
 
     def finish(self) -> None:
         """End a complete publish: the engine may generate."""
-        refresh_tied_layers(self.model)
+        refresh_tied_layers(self.model, fresh=self.plan.written)
         self._check_addresses()
         if self.kv_cache_spoilt:
             # Attention multiplies masked positions by zero, and NaN times zero is NaN.

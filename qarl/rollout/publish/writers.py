@@ -219,6 +219,11 @@ class WritePlan:
                 fix="remove the setting in config.json that adds them (such as a bias), or report this model family",
             )
 
+    @property
+    def written(self) -> set[nn.Module]:
+        """The modules that a complete publish has written, and packed if vLLM packs them."""
+        return {target.module for target in self.by_owner.values()}
+
     def write_units(
         self, tensors: Iterable[NamedTensor], prepared: Mapping[str, torch.Tensor] | None = None
     ) -> None:
@@ -388,8 +393,8 @@ def _reloading(vllm_config: Any, modules: list[nn.Module], owners: list[str]) ->
             ) from error
 
 
-def refresh_tied_layers(model: nn.Module) -> None:
-    """Pack the weights of tied layers again. Call this after a publish.
+def refresh_tied_layers(model: nn.Module, fresh: Collection[nn.Module] = ()) -> None:
+    """Pack the weights of tied layers again, except those of the modules `fresh`. Call this after a publish.
 
     On CPU, vLLM packs each weight once, at load. A publish has no tensor for a tied lm_head, so without this function
     lm_head would keep multiplying by the old weight (seen also after vLLM's own reload).
@@ -402,5 +407,5 @@ def refresh_tied_layers(model: nn.Module) -> None:
     for modules in sharing.values():
         for module in modules if len(modules) > 1 else []:
             quant_method: Any = getattr(module, "quant_method", None)
-            if quant_method is not None:
+            if quant_method is not None and module not in fresh:
                 quant_method.process_weights_after_loading(module)

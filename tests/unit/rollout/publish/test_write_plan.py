@@ -91,6 +91,25 @@ def test_a_tied_lm_head_multiplies_by_the_published_weight():
     assert torch.equal(model.lm_head.packed, dict(tensors)["model.embed_tokens.weight"])
 
 
+class UnquantizedEmbeddingMethod:
+    """By this name the plan knows how vLLM holds an embedding, which it packs like a linear."""
+
+    packed = 0
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.packed += 1
+
+
+def test_a_tied_embedding_is_packed_once_in_a_publish():
+    model = engine_model("qwen3", tie=True)
+    method = UnquantizedEmbeddingMethod()
+    model.model.embed_tokens.quant_method = method
+    tensors = weights("qwen3", tie=True)
+    write_all(engine_weights(model), tensors, version=1)
+    assert method.packed == 1
+    assert torch.equal(model.lm_head.packed, dict(tensors)["model.embed_tokens.weight"])
+
+
 def test_all_tensors_are_written_at_once_in_one_process():
     mine = engine_weights(engine_model("llama"))
     tensors = weights("llama")

@@ -1,11 +1,13 @@
 """The floor of a training step: seconds of its products alone, in BF16, one call for each shape and number of rows.
 
-A step cannot be faster than its products, unless low-bit ones are, or products are left out (a prefix cache leaves out
-those of cached prompt tokens). `qarl bench steps` measures the floor in the same process, right after each step, so
-both see the same machine. The operands are random. Each product is PyTorch's, with q, k, v, gate and up apart:
+A step cannot be faster than its products, unless low-bit ones are. `qarl bench steps` measures the floor in the same
+process, right after each step, so both see the same machine. The operands are random. Each product is PyTorch's, with
+q, k, v, gate and up apart:
 
-    rollout  prefill of all prompts, a decode step for each token after the first, and lm_head before each token
-    update   forward, input gradient and weight gradient of each micro-batch, with lm_head on response tokens alone
+    rollout  prefill of all prompts, a decode step for each token after the first, and lm_head before each token. What
+             the responses to a prompt take from the engine's prefix cache is multiplied once
+    update   forward, input gradient and weight gradient of each micro-batch, with lm_head on response tokens alone. A
+             prompt that rows share is multiplied once in each micro-batch
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +44,9 @@ class Work:
     sequences       responses of a step
     prompt, response  tokens of each
     micro_batch     sequences of a forward and backward
+    responses       responses to each prompt
+    cached          tokens of a prompt that the engine computes for the first of its responses only
+    shared          whether the rows of a micro-batch share their prompt
     """
 
     linears: Counter[Shape]
@@ -49,19 +55,32 @@ class Work:
     prompt: int
     response: int
     micro_batch: int
+    responses: int = 1
+    cached: int = 0
+    shared: bool = False
 
     @classmethod
-    def of(
-        cls, model: nn.Module, *, sequences: int, prompt: int, response: int, micro_batch: int
-    ) -> Work:
-        """Return the work of a step of a transformers causal LM."""
+    def of(cls, model: nn.Module, **counts: Any) -> Work:
+        """Return the work of a step of a transformers causal LM. `counts`: the other fields."""
         head = model.get_output_embeddings()  # type: ignore[operator]  # nn.Module, of which every attribute may be a tensor
         linears = Counter(
             Shape(*module.weight.shape)
             for module in model.modules()
             if isinstance(module, nn.Linear) and module is not head
         )
-        return cls(linears, Shape(*head.weight.shape), sequences, prompt, response, micro_batch)
+        return cls(linears, Shape(*head.weight.shape), **counts)
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens of all prompts that the engine computes."""
+        others = self.sequences - self.sequences // self.responses
+        return self.sequences * self.prompt - others * self.cached
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a micro-batch's forward."""
+        prompts = -(-self.micro_batch // self.responses) if self.shared else self.micro_batch
+        return prompts * self.prompt + self.micro_batch * self.response
 
 
 @dataclass(frozen=True)
@@ -76,11 +95,10 @@ class Products:
 
 def rollout_products(work: Work) -> list[Products]:
     """Return the products of a rollout. All prompts are prefilled at once, and all responses are equally long."""
-    prefill = work.sequences * work.prompt
     decodes = work.response - 1
     products = [Products("forward", work.sequences, work.head, work.response)]
     for shape, count in work.linears.items():
-        products.append(Products("forward", prefill, shape, count))
+        products.append(Products("forward", work.prefilled, shape, count))
         products.append(Products("forward", work.sequences, shape, count * decodes))
     return products
 
@@ -88,7 +106,7 @@ def rollout_products(work: Work) -> list[Products]:
 def update_products(work: Work) -> list[Products]:
     """Return the products of one pass over all micro-batches, without padding."""
     micro_batches = -(-work.sequences // work.micro_batch)
-    rows = work.micro_batch * (work.prompt + work.response)
+    rows = work.micro_batch_tokens
     products = []
     for kind in KINDS:
         products.append(Products(kind, work.micro_batch * work.response, work.head, micro_batches))

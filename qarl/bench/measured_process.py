@@ -46,6 +46,7 @@ from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import measure_phases, quantize
 from qarl.quant.state_dict import low_bit_layers, requantize
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
+from qarl.rollout.engine_config import CACHED_BLOCK
 from qarl.rollout.requests import RolloutBatch
 from qarl.schemes import Scheme, get_scheme
 from qarl.trainer.batch import Batch, make_batch
@@ -130,6 +131,9 @@ class StepBench:
                 prompt=arguments.prompt_length,
                 response=arguments.response_length,
                 micro_batch=arguments.micro_batch_size,
+                responses=arguments.n,
+                cached=cached_tokens(self.engine, arguments.prompt_length),
+                shared=self.policy.shared_prompt >= arguments.prompt_length,
             )
         self.trainer.publish()
 
@@ -159,6 +163,14 @@ class StepBench:
         seconds = time.perf_counter() - start
         trainer.engine.reset_prefix_cache()
         return seconds
+
+
+def cached_tokens(engine: RolloutEngine, prompt: int) -> int:
+    """Return how many of the `prompt` tokens of a repeated prompt come from the engine's cache: whole blocks of all but
+    the last token."""
+    if not engine.config.enable_prefix_caching:
+        return 0
+    return (prompt - 1) // CACHED_BLOCK * CACHED_BLOCK
 
 
 class TrainerBench:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,20 @@ def test_the_numbers_of_operations_by_hand() -> None:
     # Forward, input gradient and weight gradient of six rows of nine tokens.
     assert flop(update_products(WORK)) == 3 * 2 * 6 * (9 * weights + 4 * head)
     assert {product.rows for product in update_products(WORK)} == {2 * 9, 2 * 4}
+
+
+def test_a_shared_prompt_is_counted_once() -> None:
+    """Two prompts of five tokens with three responses each, of which micro-batches have two or four."""
+    weights = 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32)
+    head = 128 * 32
+    shared = replace(WORK, responses=3, cached=4, shared=True)
+    # Five tokens of two prompts, one token of four others, and three decode steps.
+    prefill = 2 * 5 + 4 * 1
+    assert flop(rollout_products(shared)) == 2 * ((prefill + 6 * 3) * weights + 6 * 4 * head)
+    # In each of three micro-batches one prompt and two responses.
+    assert flop(update_products(shared)) == 3 * 3 * 2 * ((5 + 2 * 4) * weights + 2 * 4 * head)
+    larger = replace(shared, micro_batch=4)
+    assert larger.micro_batch_tokens == 2 * 5 + 4 * 4
 
 
 def test_each_kind_has_the_shape_of_its_gradient() -> None:

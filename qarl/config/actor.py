@@ -204,9 +204,9 @@ class ActorConfig(ObjectiveKeys):
 
     old_log_probs: Literal["recompute", "rollout", "auto"] = "auto"
     """Where the old log-probs come from. `recompute`: a forward over the batch before the update. `rollout`: the
-    rollout's own. `auto`: the rollout's own while they equal the trainer's in every bit, which each step checks
-    (docs/understand/alignment.md), otherwise as `recompute`. With rollout.top_p or rollout.top_k `auto` always
-    recomputes, and `rollout` is refused."""
+    rollout's own. `auto`: the rollout's own while they equal the trainer's in every bit, on a GPU up to 1e-5, which
+    each step checks (docs/understand/alignment.md), otherwise as `recompute`. With rollout.top_p or rollout.top_k
+    `auto` always recomputes, and `rollout` is refused."""
 
     old_log_probs_sample: Annotated[float, Unit("share of the rows"), Sane(0.01, 1.0)] = Field(
         default=0.125, ge=0, le=1

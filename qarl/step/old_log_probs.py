@@ -5,8 +5,8 @@
     auto       Use the rollout's log-probs while they equal the trainer's. Otherwise recompute. With top-p or top-k it
                always recomputes, because the pass also finds the tokens that these leave.
 
-`auto` skips the pass after a step in which all recomputed log-probs had δ = 0, that is, equalled the rollout's bit for
-bit. Before a skipped step changes any weight, it makes two checks:
+`auto` skips the pass after a step in which all recomputed log-probs equalled the rollout's: on a CPU bit for bit, on a
+GPU up to the last bits of a log-softmax (`LAST_BITS`). Before a skipped step changes any weight, it makes two checks:
 
 - The forwards of the first mini-batch use the weights that sampled, so they compute its true old log-probs. These are
   compared with the rollout's. This check needs no extra forward.
@@ -58,11 +58,26 @@ def drawn(rows: int, count: int, seed: int) -> torch.Tensor:
     return torch.randperm(rows, generator=generator)[:count].sort().values
 
 
+LAST_BITS = {"cuda": 1e-5}
+"""Kind of device -> the largest |δ| that counts as none; 0 where it is not named. On a GPU trainer and engine sum the
+log-softmax in different orders. On an H200 that left a mean of 3e-8 and at most 2.7e-6 in steps whose other operators
+gave equal bits (benchmarks/results/gpu_check_2026-11-27.json). One other rounding of a weight's product is far above:
+δ is then 1e-3. And 1e-5 on every token of a response would be a thirtieth of TBPO's narrowest band."""
+
+
+def last_bits(device_type: str) -> float:
+    """Return the largest |δ| that counts as none on this kind of device."""
+    return LAST_BITS.get(device_type, 0.0)
+
+
 def differing_tokens(
-    log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor
+    log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor, within: float
 ) -> int:
-    """Return the number of tokens with δ != 0. A NaN counts as a difference. All arguments are [rows, R]."""
-    return int(((log_prob != rollout_log_prob) & mask).sum())
+    """Return the number of tokens with |δ| > `within`. A NaN counts as a difference. All arguments are [rows, R]."""
+    same = log_prob == rollout_log_prob
+    if within:
+        same |= (log_prob - rollout_log_prob).abs() <= within
+    return int((~same & mask).sum())
 
 
 class Skipping:
@@ -78,7 +93,7 @@ class Skipping:
         return self.clean >= self.patience
 
     def recomputed(self, differing: int) -> None:
-        """Note that a step recomputed its whole batch and `differing` of its tokens had δ != 0."""
+        """Note that a step recomputed its whole batch and `differing` of its tokens differed."""
         self.clean = 0 if differing else self.clean + 1
 
     def fell_back(self) -> None:

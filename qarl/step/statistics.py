@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qarl.objectives.metrics import after_first_metrics, reduce_metrics
+from qarl.step.old_log_probs import last_bits
 
 Statistics = dict[str, float]
 TokenPairs = tuple[Tensor, Tensor, Tensor]
@@ -22,8 +23,8 @@ TokenPairs = tuple[Tensor, Tensor, Tensor]
 
 @dataclass
 class Counts:
-    """Counts of some rows: non-empty `responses`, their unmasked `tokens`, `differing` tokens, whose δ between trainer
-    and rollout is not 0, and `delta`, the sum of |δ|."""
+    """Counts of some rows: non-empty `responses`, their unmasked `tokens`, `differing` tokens, whose |δ| between
+    trainer and rollout is above `last_bits`, and `delta`, the sum of |δ|."""
 
     responses: float = 0.0
     tokens: float = 0.0
@@ -35,10 +36,10 @@ class Counts:
         """Count rows. `own`: the trainer's log-probs. All tensors are [B, T], and only `own` may have a gradient."""
         valid = (mask != 0).to(own.device)
         difference = own.detach().float() - rollout.to(own.device).float()
-        # Positions without a token may have any value. NaN counts as different, because NaN != 0.
+        # Positions without a token may have any value. NaN counts as different, because it is not below anything.
         delta = torch.where(valid, difference, 0.0).abs()
         responses = valid.any(-1).sum()
-        differing = (delta != 0).sum()
+        differing = (~(delta <= last_bits(own.device.type))).sum()
         sums = [responses, valid.sum(), differing, delta.double().sum()]
         numbers = torch.stack([value.double() for value in sums])
         return cls(*numbers.tolist())

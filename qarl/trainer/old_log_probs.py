@@ -10,7 +10,13 @@ import torch
 from qarl.config import Config
 from qarl.kernels.log_probs import Truncation
 from qarl.metrics.step_metrics import mismatch_metrics
-from qarl.step.old_log_probs import PassSchedule, differing_tokens, drawn, sample_size
+from qarl.step.old_log_probs import (
+    PassSchedule,
+    differing_tokens,
+    drawn,
+    last_bits,
+    sample_size,
+)
 from qarl.trainer.batch import Batch
 
 Compute = Callable[[Batch, torch.Tensor | None], torch.Tensor]
@@ -39,6 +45,7 @@ class OldLogProbs:
         truncated = Truncation(config.rollout.top_p, config.rollout.top_k).active
         self.schedule = PassSchedule("recompute" if truncated else config.actor.old_log_probs)
         self.fraction = config.actor.old_log_probs_sample
+        self.within = last_bits("cuda" if torch.cuda.is_available() else "cpu")
         self.mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n
         self.compute = compute
         self.messages: list[str] = []
@@ -92,7 +99,8 @@ class OldLogProbs:
         """Compute all rows, and count this for the next steps. Return the trainer's log-probs."""
         own = self.compute(batch, None)
         self.measured = Measured(own, torch.ones(len(batch), dtype=torch.bool, device=own.device))
-        differing = differing_tokens(own, batch.rollout_log_probs, batch.response_mask)
+        rollout = batch.rollout_log_probs
+        differing = differing_tokens(own, rollout, batch.response_mask, self.within)
         if self.schedule.recomputed(differing):
             self.messages.append(
                 "the trainer's log-probs equal the rollout's on every token, so the next step does not recompute the "
@@ -111,7 +119,7 @@ class OldLogProbs:
         return self._recompute(batch)
 
     def _sample_differs(self, batch: Batch, seed: int) -> bool:
-        """Compute a random sample of the rows outside the first mini-batch. Return whether any token has δ != 0."""
+        """Compute a random sample of the rows outside the first mini-batch. Return whether any token differs."""
         filled = batch.response_mask.any(1)
         filled[: self.mini_batch] = False
         others = filled.nonzero()[:, 0]
@@ -128,4 +136,4 @@ class OldLogProbs:
     def _differs(self, batch: Batch, rows: slice | torch.Tensor) -> bool:
         measured = self.measured.log_probs[rows]
         rollout = batch.rollout_log_probs[rows]
-        return differing_tokens(measured, rollout, batch.response_mask[rows]) > 0
+        return differing_tokens(measured, rollout, batch.response_mask[rows], self.within) > 0

@@ -48,7 +48,13 @@ from qarl.checkpoint.run_folder import RunFolder
 from qarl.checkpoint.storage import write_json
 from qarl.metrics.validation import answers_metrics
 from qarl.progress import live
-from qarl.step.old_log_probs import PassSchedule, differing_tokens, drawn, sample_size
+from qarl.step.old_log_probs import (
+    PassSchedule,
+    differing_tokens,
+    drawn,
+    last_bits,
+    sample_size,
+)
 from qarl.verl.advantages import rows_of_equal_rewards
 from qarl.verl.config_classes import QuantSettings
 from qarl.verl.loss import DIFFERING, RELIES
@@ -224,7 +230,7 @@ class QaRLTrainerSync(PPOTrainerSync):
 
     def _recompute(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_old_log_prob(batch, metrics)
-        self._schedule.recomputed(differing_tokens(*self._columns(batch, "old_log_probs")))
+        self._schedule.recomputed(self._differing(batch, "old_log_probs"))
         return self._take_rollouts(batch) if self._schedule.mode == "rollout" else batch
 
     def _take_rollouts(self, batch: Any) -> Any:
@@ -236,6 +242,10 @@ class QaRLTrainerSync(PPOTrainerSync):
         data["old_log_probs"] = data.pop("rollout_log_probs")
         tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data)
         return batch
+
+    def _differing(self, batch: Any, own: str) -> int:
+        """Return how many tokens of the trainer's log-probs (column `own`) differ from the rollout's."""
+        return differing_tokens(*self._columns(batch, own), last_bits(self.config.trainer.device))
 
     def _columns(self, batch: Any, own: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return the trainer's log-probs (column `own`), the rollout's, and the mask, each padded to [rows, R]."""
@@ -251,7 +261,7 @@ class QaRLTrainerSync(PPOTrainerSync):
         return data[own].float(), data["rollout_log_probs"].float(), data["response_mask"] != 0
 
     def _sample_differs(self, batch: Any, metrics: dict[str, Any]) -> bool:
-        """Compute a random sample of the rows outside the first mini-batch. Return whether any token has δ != 0."""
+        """Compute a random sample of the rows outside the first mini-batch. Return whether any token differs."""
         others = self._other_rows(batch)
         ranks = self._ranks()
         count = sample_size(len(others), float(self._setting("old_log_probs_sample")))
@@ -278,7 +288,7 @@ class QaRLTrainerSync(PPOTrainerSync):
         self._schedule.sampled(count, len(others))
         metrics |= self._schedule.metrics
         metrics["old_log_probs/checked_frac"] += count / len(batch)
-        return differing_tokens(*self._columns(sample, "log_probs")) > 0
+        return self._differing(sample, "log_probs") > 0
 
     def _entropy(self, sample: Any) -> float:
         """Return the entropy of sampled rows, averaged as verl averages that of all rows."""

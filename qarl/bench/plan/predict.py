@@ -16,7 +16,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-from qarl.align.applied_level import EXACT_DEVICES, split_unavailable
+from qarl.align.applied_level import split_unavailable
 from qarl.align.cuda import unavailable_on_cuda, unconfirmed_on_cuda
 from qarl.bench.arguments import check_divides
 from qarl.bench.model import Source, default_group_size, find_model, run_config
@@ -87,12 +87,15 @@ def _levels(work: Work, scheme: Scheme) -> list[Level]:
     return levels
 
 
-def setup(work: Work, rates: Rates, scheme: Scheme, level: Level, choice: KernelChoice) -> Setup:
-    """Return what a scheme, a level and a value of quant.kernels make of a run."""
+def setup(
+    work: Work, rates: Rates, scheme: Scheme, level: Level, choice: KernelChoice, *, exact: bool
+) -> Setup:
+    """Return what a scheme, a level and a value of quant.kernels make of a run. `exact`: whether δ is within the last
+    bits of a log-softmax."""
     trained = scheme if level.low_bit else UNQUANTIZED
     share = expected_share(
         work.old_log_probs,
-        exact=level.follows_engine and _device(rates) in EXACT_DEVICES,
+        exact=exact,
         sample=ActorConfig.model_fields["old_log_probs_sample"].default,
         mini_batches=work.mini_batches,
     )
@@ -102,10 +105,6 @@ def setup(work: Work, rates: Rates, scheme: Scheme, level: Level, choice: Kernel
         compiled=compiles(scheme, aligned=level.follows_engine, kernels=choice),
         recomputed=share,
     )
-
-
-def _device(rates: Rates) -> str:
-    return "cuda" if rates.on_gpu else "cpu"
 
 
 def _choice(scheme: Scheme, level: Level, rates: Rates) -> KernelChoice:
@@ -147,7 +146,9 @@ def _row(work: Work, rates: Rates, source: Source, scheme: Scheme, level: Level)
             fix="raise one of these keys",
         )
     choice = _choice(scheme, level, rates)
-    of_run = setup(work, rates, scheme, level, choice)
+    doubtful = doubts(work, source, scheme, level) if rates.on_gpu else []
+    exact = level.follows_engine and not doubtful
+    of_run = setup(work, rates, scheme, level, choice, exact=exact)
     step = Roofline(size, rates, work, of_run, room).step()
     phase, peak = plan.peak
     return {
@@ -156,7 +157,7 @@ def _row(work: Work, rates: Rates, source: Source, scheme: Scheme, level: Level)
         "kernels": choice,
         "multiplies": {"engine": of_run.engine.kernel, "trainer": of_run.trainer.kernel},
         "recomputed": of_run.recomputed,
-        "doubts": doubts(work, source, scheme, level) if rates.on_gpu else [],
+        "doubts": doubtful,
         "seconds": step.seconds,
         "phases": by_phase(step.seconds),
         "step": sum(step.seconds.values()),

@@ -386,6 +386,7 @@ class VllmCutlassFP8Linear(_CutlassLinear):
     name = "vllm_cutlass_fp8"
     speed = on_hopper("fp8", "vllm_cutlass_fp8", 0.523, 0.650, 0.634)
     least_rows = 65
+    row_invariant = True  # padded to `least_rows`, as the engine's at level `model`
 
     @staticmethod
     def unavailable(device: torch.device, shape: tuple[int, int]) -> str | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from checkout import ROOT
 from engine_helpers import config
 from transformers import AutoModelForCausalLM
 from updating_trainer import through_checkpoint
@@ -17,7 +19,7 @@ from qarl.objectives.settings import objective_settings
 from qarl.quant import get_scheme
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.requests import RolloutBatch
-from qarl.step.old_log_probs import Skipping, differing_tokens
+from qarl.step.old_log_probs import Skipping, differing_tokens, last_bits
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.old_log_probs import OldLogProbs
@@ -57,11 +59,30 @@ def test_when_the_next_step_skips(events, skips):
 def test_nan_and_the_last_bit_are_differences_and_padding_is_not():
     log_probs = torch.tensor([[-1.0, -2.0, -3.0]])
     mask = torch.tensor([[True, True, False]])
-    assert differing_tokens(log_probs, log_probs + torch.tensor([[0.0, 0.0, 1.0]]), mask) == 0
-    assert differing_tokens(log_probs, torch.nextafter(log_probs, torch.zeros(1)), mask) == 2
-    assert (
-        differing_tokens(log_probs, log_probs * torch.tensor([[float("nan"), 1.0, 1.0]]), mask) == 1
-    )
+    padded = log_probs + torch.tensor([[0.0, 0.0, 1.0]])
+    one_bit = torch.nextafter(log_probs, torch.zeros(1))
+    not_a_number = log_probs * torch.tensor([[float("nan"), 1.0, 1.0]])
+    for within, differing in ((last_bits("cpu"), (0, 2, 1)), (last_bits("cuda"), (0, 0, 1))):
+        found = [
+            differing_tokens(log_probs, other, mask, within)
+            for other in (padded, one_bit, not_a_number)
+        ]
+        assert tuple(found) == differing
+    assert differing_tokens(log_probs, log_probs + 2e-5, mask, last_bits("cuda")) == 2
+    impossible = torch.full((1, 3), -torch.inf)
+    assert differing_tokens(impossible, impossible, mask, last_bits("cuda")) == 0
+
+
+def test_the_last_bits_are_above_what_an_h200_left_and_below_a_band():
+    """benchmarks/results/gpu_check_2026-11-27.json: runs whose rows do not depend on each other."""
+    parts = json.loads((ROOT / "benchmarks/results/gpu_check_2026-11-27.json").read_text())["parts"]
+    largest = {
+        name: max(step.get("mismatch/abs_max", 0.0) for step in parts[name]["report"]["steps"])
+        for name in ("w8a8_model", "fp8_model", "w4a16_qarl", "fp8_qarl", "w4a16_model")
+    }
+    assert largest.pop("w4a16_model") > 100 * last_bits("cuda"), "Marlin's sums depend on the rows"
+    assert max(largest.values()) < last_bits("cuda") / 3
+    assert last_bits("cuda") < 3e-4 / 20 and last_bits("cpu") == 0
 
 
 class Steps(LocalTrainer):

@@ -19,6 +19,7 @@ from qarl.bench.plan.roofline import TERMS, by_phase
 from qarl.bench.plan.work import Work
 from qarl.config.level import Level
 from qarl.errors import UserError
+from qarl.kernels.cuda import layer_ops
 from qarl.schemes import UNQUANTIZED, engine_scheme_names, get_scheme
 from qarl.schemes.kernel_choice import KernelChoice
 
@@ -125,22 +126,29 @@ def test_a_product_has_the_rate_of_its_rows() -> None:
 def test_the_kernels_of_model_are_those_whose_rows_are_independent() -> None:
     choices = {name: invariant_choice(get_scheme(name)) for name in engine_scheme_names()}
     assert choices["w8a8"] is KernelChoice.ENGINE, "int8 sums are exact"
+    assert choices["fp8"] is KernelChoice.ENGINE, "CUTLASS never splits, and few rows are padded"
     assert choices["bf16"] is None, "nobody has shown for which shapes cuBLAS splits"
-    assert choices["w4a16"] is KernelChoice.QARL
+    assert choices["w4a16"] is KernelChoice.MACHETE, "faster than our own kernel"
 
 
-def test_rows_say_what_is_doubtful() -> None:
-    def of(**changes: Any) -> list[str]:
-        work = Work(gpu="h200", schemes=("w4a16",), levels=(Level.MODEL,), **changes)
+def test_rows_say_what_is_doubtful(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(scheme: str = "w8a8", **changes: Any) -> dict[str, Any]:
+        work = Work(gpu="h200", schemes=(scheme,), levels=(Level.MODEL,), **changes)
         (row,) = predict(work, assumed_rates("h200"))
-        return row["doubts"]
+        return row
 
-    assert not any("not available" in doubt for doubt in of(model="Qwen3-0.6B"))
-    (split,) = [
-        doubt for doubt in of(model="Qwen3-0.6B", tensor_parallel=2) if "not available" in doubt
-    ]
-    assert "tensor_model_parallel_size=2" in split
-    assert any("heads of 64" in doubt for doubt in of(model="Qwen2.5-0.5B"))
+    unconfirmed = of(model="Qwen3-0.6B")["doubts"]
+    assert len(unconfirmed) == bool(layer_ops.unconfirmed())
+    monkeypatch.setattr(layer_ops, "unconfirmed", lambda: ())
+    known = of(model="Qwen3-0.6B")
+    assert known["doubts"] == [] and known["recomputed"] == pytest.approx(3 / 32), (
+        "auto skips the pass"
+    )
+    plain = of("bf16", model="Qwen3-0.6B")
+    assert plain["doubts"] and plain["recomputed"] == 1
+    (split,) = of(model="Qwen3-0.6B", tensor_parallel=2)["doubts"]
+    assert "not available" in split and "tensor_model_parallel_size=2" in split
+    assert any("heads of 64" in doubt for doubt in of(model="Qwen2.5-0.5B")["doubts"])
 
 
 def test_a_plan_for_a_mixture_of_experts(

@@ -1,4 +1,4 @@
-"""The first session on a GPU: everything that needs one, in the order of what is most likely to break.
+"""The first session on a GPU: everything that needs one, in the order of what decides most.
 
     scripts/gpu_check.sh                    the first parts, nine minutes a call
     scripts/gpu_check.sh --parts second     the other schemes, levels, kernels and figures
@@ -13,6 +13,10 @@ gpu_check_DATE.json and .md are written. The next call on the same day skips the
 that failed last; --again repeats all. A part for which no time is left keeps its earlier result. Exit code: 0 no
 part failed; 1 some failed; 130 stopped.
 A missed bound is not a failure. No network. Models have random weights, and stay in the folder --scratch.
+
+--packages FOLDER takes wheels and archives of scripts/strip_vllm.py along, for a machine without a network. --caches
+FOLDER restores what an earlier call compiled, if driver and packages are the same; every call on a GPU leaves it in
+the folder of the results.
 """
 
 from __future__ import annotations
@@ -35,14 +39,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import gpu_caches
+from gpu_packages import unpack
 from gpu_pages import Result, markdown, verdict_table
-from gpu_parts import BEFORE, FIRST_CALL, GROUPS, PARTS, Part, gpus
+from gpu_parts import BEFORE, FIRST_CALL, GROUPS, PARTS, Part, gpus, nvidia
 
-from qarl.bench.report import commit
+from qarl.bench.report import PACKAGES, commit
 from qarl.checkpoint.storage import METRICS_FILE, read_lines, write_text
+from qarl.metrics.tracker import cpu
+from qarl.process import package_versions
 
 ROOT = Path(__file__).resolve().parents[1]
-TOTAL_SECONDS = 520
+TOTAL_SECONDS = 540
+SAVING_SECONDS = 30
+"""What remains for saving the caches."""
 LEAST_SECONDS = 5
 MOST_LINES = 400
 DIE_WITH_PARENT = """
@@ -81,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--scratch", type=Path, default=ROOT / "runs" / "gpu_check", help="folder of large models"
     )
+    parser.add_argument("--packages", type=Path, help="folder of wheels and archives to unpack")
+    parser.add_argument("--caches", type=Path, help="folder of an earlier call's results")
     args = parser.parse_args(argv)
     names = [p.name for p in GROUPS[args.parts]] if args.parts in GROUPS else args.parts.split(",")
     if unknown := set(names) - PARTS.keys():
@@ -92,9 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         numbers.append(signal.SIGHUP)
     for number in numbers:
         signal.signal(number, lambda *_: STOP.set())
-    return Session(args.output, args.scratch, cpu=args.cpu).run(
-        [PARTS[name] for name in names], again=args.again
-    )
+    session = Session(args.output, args.scratch, cpu=args.cpu)
+    session.prepare(args.packages, args.caches)
+    return session.run([PARTS[name] for name in names], again=args.again)
 
 
 class Session:
@@ -107,19 +119,40 @@ class Session:
             folder
             / f"{'cpu' if cpu else 'gpu'}_check_{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
         )
+        self.site: Path | None = None
+        """Where the packages are that were taken along."""
+        self.prepared: list[str] = []
         file = self.path.with_suffix(".json")
         self.results: dict[str, Result] = (
             json.loads(file.read_text())["parts"] if file.is_file() else {}
         )
 
+    def prepare(self, packages: Path | None, caches: Path | None) -> None:
+        """Unpack packages and restore caches, as far as they are given."""
+        if packages is not None:
+            self.site = self.scratch / "site"
+            self.prepared.append(unpack(packages, self.site))
+            sys.path.append(str(self.site))
+        if caches is not None:
+            self.prepared.append(gpu_caches.restore(caches, self.versions()))
+
+    def versions(self) -> dict[str, str]:
+        """Return the device, its driver and the packages that compile for it. No context is made on the GPU, whose
+        memory vLLM measures."""
+        named = nvidia("--query-gpu=name,driver_version", "--format=csv,noheader")
+        device = cpu()["model"] if self.cpu else (named.splitlines() or ["no GPU"])[0]
+        return {"device": device} | dict(package_versions(PACKAGES))
+
     def run(self, parts: Sequence[Part], *, again: bool) -> int:
         """Run the parts in order, those that failed before last; the exit code."""
         # a CPU may be shared
         started = time.monotonic()
-        total = TOTAL_SECONDS * (3 if self.cpu else 1)
+        total = TOTAL_SECONDS * 3 if self.cpu else TOTAL_SECONDS - SAVING_SECONDS
         begun = False
         with self.path.with_suffix(".log").open("a", encoding="utf-8") as self.log, \
                 tempfile.TemporaryDirectory() as folder:  # fmt: skip
+            for line in self.prepared:
+                self.say(f"== {line}")
             for part in sorted(parts, key=lambda part: self.status(part) == "failed"):
                 left = total - (time.monotonic() - started)
                 if self.status(part) == "passed" and not again:
@@ -135,6 +168,8 @@ class Session:
                     break
             if "bench" in self.results:
                 self.say(verdict_table(self.results["bench"], cpu=self.cpu))
+            if begun and not self.cpu:
+                self.say(f"== {gpu_caches.save(self.output, self.versions())}")
             self.say(f"results: {self.path}.json, .md and .log")
         return 130 if STOP.is_set() else int(any(self.status(part) == "failed" for part in parts))
 
@@ -186,7 +221,10 @@ class Session:
     ) -> int | None:
         """The exit code, or None past the limit. Lines are appended to `output` and the log as they come."""
         environment = os.environ | {"QARL_GPU_CHECK_REPORT": str(report), "PYTHONUNBUFFERED": "1"}
-        if self.cpu and "pytest" in command:
+        if self.site is not None:
+            paths = [str(self.site), environment.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        if self.cpu and ("pytest" in command or "gpu_probe" in command):
             environment["TRITON_INTERPRET"] = "1"
         places = {
             "folder": folder,
@@ -219,8 +257,12 @@ class Session:
 
     def write(self) -> None:
         """Write the .json and .md whole, so that a reader never finds half a file."""
+        versions = self.versions()
         document = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "device": versions.pop("device"),
+            "versions": versions,
+            "commit": commit(),
             "parts": self.results,
         }
         write_text(self.path.with_suffix(".json"), json.dumps(document, indent=1) + "\n")

@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import subprocess
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FIRST_CALL = 3
 """How many times its seconds a part may take: the first call compiles and captures everything."""
@@ -33,10 +33,13 @@ _STEPS = (
     "-m qarl.bench steps json={report} launches=1 model=Qwen3-0.6B prompts=8 n=8 prompt_length=128 "
 )
 _TINY = "scripts/make_tiny_model.py --steps 5 --data {folder}/data --output {folder}/"
+WIDE = "Qwen3-8B-4-layers"
+"""Heads of 128 and rows of 4,096 elements: what a model of 8B has, in a time that a check has."""
 BEFORE = {
     "{folder}/model": f"{_TINY}model",
     "{folder}/experts": f"{_TINY}experts --experts 8",
     "{scratch}/Qwen3-0.6B": "scripts/random_model.py --model Qwen3-0.6B --output {scratch}/Qwen3-0.6B",
+    f"{{scratch}}/{WIDE}": f"scripts/random_model.py --model Qwen3-8B --layers 4 --output {{scratch}}/{WIDE}",
 }
 """What a part's command names -> what makes it. Each of them does nothing if it is there already."""
 
@@ -76,14 +79,15 @@ def training(
     kernels: str = "engine",
     model: str = "model",
     config: str = "quickstart.yaml",
+    steps: int = 2,
 ) -> str:
-    """Two steps of the quickstart from a model that is hardly trained: two publishes, and log-probs compared."""
+    """Steps of the quickstart from a model that is hardly trained: at least two publishes, and log-probs compared."""
     data = "{folder}/data/train.parquet"
     return f"-m qarl.train config={config} " + " ".join((
         arguments(output_dir="{folder}", name="run", model__path=f"{{folder}}/{model}", data__train_files=data),
         arguments(data__val_files="{folder}/data/test.parquet", quant__scheme=scheme, quant__align=level),
         arguments(quant__kernels=kernels, rollout__enforce_eager=str(eager).lower()),
-        ending(2),
+        ending(steps),
     ))  # fmt: skip
 
 
@@ -100,19 +104,19 @@ def shaped(
     ))  # fmt: skip
 
 
-def small(steps: int, scheme: str, **values: object) -> str:
-    """`shaped` for Qwen3-0.6B: 64 responses of 256 tokens a step."""
-    values |= {
+def small(steps: int, scheme: str, model: str = "Qwen3-0.6B", **values: object) -> str:
+    """`shaped` for a model of `BEFORE`: 64 responses of 256 tokens a step."""
+    defaults: dict[str, object] = {
         "data__train_batch_size": 8,
         "data__max_response_length": 256,
         "actor__ppo_mini_batch_size": 8,
-    }
-    values |= {
         "actor__ppo_micro_batch_size_per_gpu": 16,
         "actor__log_prob_micro_batch_size_per_gpu": 16,
+        "quant__scheme": scheme,
+        "quant__align": "linears",
+        "quant__group_size": 128,
     }
-    values |= {"quant__scheme": scheme, "quant__align": "linears", "quant__group_size": 128}
-    return shaped("Qwen3-0.6B", steps, values)
+    return shaped(model, steps, defaults | values)
 
 
 def large(steps: int, prompts: int, response: int, tokens: int) -> str:
@@ -137,18 +141,55 @@ def trained(
     return Part(name, seconds, command, command if on_cpu else None, _TRAINED)
 
 
+def exact(prefix: str, model: str, scheme: str, seconds: int, kernels: str = "engine") -> Part:
+    """Two steps at `model`, whose largest δ is what is asked. The rehearsal trains the tiny model."""
+    run = small(2, scheme, model, quant__align="model", quant__kernels=kernels)
+    gpu = f"-m qarl.train {run}"
+    cpu = training(scheme, "model", True)
+    name = f"{prefix}_{scheme}" if kernels == "engine" else f"{prefix}_{scheme}_{kernels}"
+    return Part(name, seconds, gpu, cpu, _TRAINED)
+
+
 _OPERATORS = (
     "tests/gpu/test_first_cuda.py tests/gpu/test_align_cuda.py tests/gpu/test_vllm_kernels_cuda.py "
     "tests/gpu/test_trainer_cuda.py tests/gpu/test_publish_cuda.py tests/gpu/test_experts_cuda.py"
 )
+_MACHETE = (
+    "tests/gpu/test_vllm_kernels_cuda.py::"
+    "test_machete_without_splits_gives_a_row_the_same_bits_with_any_number_of_rows"
+)
 _PROFILE = "scripts/profile_step.py --trace {output}/profile.json "
 _EXPERTS = training("w4a16", "linears", False, model="experts", config="quickstart_moe.yaml")
+_EXPERTS_ON_CPU = training("w4a16", "linears", True, model="experts", config="quickstart_moe.yaml")
 _LORA = {
     scheme: training(scheme, "model", False, config="quickstart_lora.yaml") for scheme in SCHEMES
 }
-_ON_TWO = {"backend": "verl", "trainer__n_gpus_per_node": 2}
+_ON_TWO: dict[str, Any] = {"backend": "verl", "trainer__n_gpus_per_node": 2}
+_VERL_W8A8 = f"{training('w8a8', 'model', False)} backend=verl"
+_VERL_ON_CPU = f"{training('w8a8', 'model', True)} backend=verl trainer.n_gpus_per_node=1"
 FIRST = (
-    Part("environment", 45, "scripts/gpu_facts.py", "scripts/gpu_facts.py --cpu"),
+    Part("environment", 20, "scripts/gpu_facts.py", "scripts/gpu_facts.py --cpu"),
+    Part("probe", 90, "scripts/gpu_probe.py --seconds 80", "scripts/gpu_probe.py --cpu --seconds 20"),
+    Part(
+        "tuning", 60, "scripts/tune_triton.py --operations w4a16_invariant --minutes 0.7 --output {output}/tiles.json",
+        "scripts/tune_triton.py --operations w4a16_invariant --dry-run",
+    ),
+    Part("contracts", 120, f"{_PYTEST} tests/gpu/test_align_cuda.py {_MACHETE}", f"{_PYTEST} {_MACHETE}", _TRAINED),
+    exact("model", "Qwen3-0.6B", "bf16", 90),
+    exact("model", "Qwen3-0.6B", "w8a8", 60),
+    exact("model", "Qwen3-0.6B", "fp8", 60),
+    exact("model", "Qwen3-0.6B", "w4a16", 60, "machete"),
+    *(exact("wide", WIDE, scheme, 70, kernels)
+      for scheme, kernels in (("w8a8", "engine"), ("fp8", "engine"), ("w4a16", "machete"), ("bf16", "engine"))),
+    Part("verl", 170, _VERL_W8A8, _VERL_ON_CPU, _VERL),
+    Part("experts_verl", 170, f"{_EXPERTS} backend=verl", f"{_EXPERTS_ON_CPU} backend=verl", _VERL),
+    Part("second_engine", 60, f"{_PYTEST} tests/gpu/test_engine_cuda.py", f"{_PYTEST} tests/gpu/test_engine_cuda.py",
+         _TESTED),
+    Part("hundred", 130, training("w8a8", "model", False, steps=100), training("w8a8", "model", True, steps=3),
+         _TRAINED),
+)  # fmt: skip
+"""What decides most comes first. The first three need no vLLM, and the probe only one of its libraries."""
+SECOND = (
     Part("compile", 40, f"{_PYTEST} tests/gpu/test_first_cuda.py -k test_plane",
          f"{_PYTEST} tests/gpu/test_first_cuda.py -k test_plane", _TESTED),
     trained("eager", "w4a16", "linears", eager=True, seconds=90, on_cpu=True),
@@ -158,11 +199,7 @@ FIRST = (
     Part("profile", 110, f"{_PROFILE}{small(3, 'w4a16')}", None, _TRAINED),
     Part("experts_local", 110, _EXPERTS, None, _TRAINED),
     Part("lora", 110, _LORA["w4a16"], None, _TRAINED),
-    Part("experts_verl", 170, f"{_EXPERTS} backend=verl", None, _VERL),
     Part("operators", 170, f"{_PYTEST} {_OPERATORS}", f"{_PYTEST} tests/gpu/test_first_cuda.py", _TESTED),
-)  # fmt: skip
-"""In the order of what is most likely to break. Nothing behind `eager` says anything if `eager` fails."""
-SECOND = (
     trained("graphs_w8a8_model", "w8a8", "model", eager=False, seconds=110),
     Part(
         "bench", 120,
@@ -171,8 +208,8 @@ SECOND = (
         "-m qarl.bench kernels shape=64x128 m=1,17 seconds=0.02 device=cpu json={report}",
     ),
     Part(
-        "tuning", 60, "scripts/tune_triton.py --operations w4a16 --minutes 0.7 --output {report}",
-        "scripts/tune_triton.py --operations w4a16 --dry-run",
+        "all_tiles", 170, "scripts/tune_triton.py --minutes 2.5 --output {output}/all_tiles.json",
+        "scripts/tune_triton.py --dry-run",
     ),
     Part(
         "steps", 150, f"{_STEPS} response_length=256 schemes=w4a16 levels=linears,model rounds=3 warmup=1 device=cuda",
@@ -184,7 +221,7 @@ SECOND = (
     *(trained(f"{scheme}_qarl", scheme, "model", eager=False, seconds=110, kernels="qarl")
       for scheme in ("w4a16", "fp8", "w8a8")),
     *(Part(f"lora_{scheme}", 110, _LORA[scheme], None, _TRAINED) for scheme in SCHEMES[1:]),
-    Part("verl", 170, f"{training('w4a16', 'linears', False)} backend=verl", None, _VERL),
+    Part("verl_w4a16", 170, f"{training('w4a16', 'linears', False)} backend=verl", None, _VERL),
     Part("lora_verl", 170, f"{_LORA['w4a16']} backend=verl", None, _VERL),
     Part("triton", 170, f"{_PYTEST} tests/integration/kernels/triton_kernels",
          f"{_PYTEST} tests/integration/kernels/triton_kernels/test_compat.py", _TESTED),

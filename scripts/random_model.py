@@ -1,6 +1,7 @@
 """A model of a public shape with random weights, and prompts for it: whole runs at real sizes without a download.
 
     python scripts/random_model.py --model Qwen3-0.6B --output runs/gpu_check/Qwen3-0.6B
+    python scripts/random_model.py --model Qwen3-8B --layers 4 --output runs/gpu_check/Qwen3-8B-4-layers
 
 The output has `model` (weights as transformers initialises them, and a tokenizer with a word for each token) and
 `prompts.jsonl`. Random weights hardly ever sample the end of a response, so each response has the longest length that
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         required=True,
         help="a name from qarl/bench/models, or a folder with a config.json",
     )
+    parser.add_argument("--layers", type=int, help="only the first so many; all by default")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args(argv)
     prompts = args.output / "prompts.jsonl"
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             write_model(
                 Source(args.model, config),
-                config["num_hidden_layers"],
+                args.layers or config["num_hidden_layers"],
                 args.output / "model",
                 eos=1,
             )

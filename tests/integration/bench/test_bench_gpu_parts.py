@@ -53,6 +53,7 @@ def made(tmp_path: Path) -> Path:
         ("Qwen3-0.6B", ""),
         ("Qwen3-0.6B", "Qwen3-0.6B"),
         ("Qwen3-30B-A3B", "Qwen3-30B-A3B"),
+        ("Qwen3-8B", gpu_parts.WIDE),
     ):
         (tmp_path / folder / "model").mkdir(parents=True)
         config_file = ROOT / "qarl" / "bench" / "models" / name / "config.json"
@@ -65,7 +66,9 @@ def test_the_training_parts_cover_schemes_and_levels(made: Path) -> None:
     for part, config in runs_of((*gpu_parts.FIRST, *gpu_parts.SECOND), made, 1):
         seen.add((config.quant.scheme, config.quant.align, config.rollout.enforce_eager))
         assert (config.quant.kernels == "qarl") == part.name.endswith("_qarl")
-        steps = {"profile": 3}.get(part.name, 5 if part.name.startswith("shape") else 2)
+        steps = {"profile": 3, "hundred": 100}.get(
+            part.name, 5 if part.name.startswith("shape") else 2
+        )
         assert (
             config.trainer.total_training_steps == steps
         )  # two publishes behind the first, or more
@@ -95,6 +98,7 @@ def test_verl_takes_the_keys_of_the_parts_that_run_in_it(
             configs[part.name] = verl_config(config, on_cpu=False)
     assert configs.keys() == {
         "verl",
+        "verl_w4a16",
         "lora_verl",
         "experts_verl",
         "ranks",
@@ -122,7 +126,7 @@ def test_a_random_model_has_what_a_run_needs(tmp_path: Path) -> None:
     assert before == {
         path: path.stat().st_mtime_ns for path in (tmp_path / "Qwen3-0.6B").rglob("*")
     }
-    part = next(part for part in gpu_parts.FIRST if part.name == "shape_w4a16")
+    part = gpu_parts.PARTS["shape_w4a16"]
     ((_, config),) = runs_of([part], tmp_path, 1)
     run = RunInputs(config)
     assert len(run.train_prompts) == random_model.PROMPTS
@@ -131,9 +135,14 @@ def test_a_random_model_has_what_a_run_needs(tmp_path: Path) -> None:
     assert score_responses(run.reward_fn, run.train_prompts[:1], ["t1 t2 t4"]) == [2 / 3]
 
 
-def test_what_breaks_first_comes_first() -> None:
-    names = [part.name for part in gpu_parts.FIRST]
-    assert names[:4] == ["environment", "compile", "eager", "graphs"] and names[-1] == "operators"
+def test_what_decides_most_comes_first_and_fits_half_an_hour() -> None:
+    first = gpu_parts.FIRST
+    assert [part.name for part in first[:3]] == ["environment", "probe", "tuning"]
+    assert not any("vllm" in part.needs for part in first[:3]), "one library of it is enough"
+    names = [part.name for part in first]
+    assert names.index("wide_w8a8") < names.index("verl") < names.index("hundred")
+    assert sum(part.seconds for part in first) <= 1500
+    assert all(part.cpu is not None for part in first), "every part is rehearsed"
     for part in gpu_parts.PARTS.values():
         for path in re.findall(r"(?:tests|scripts)/[\w/.]+", part.gpu):
             assert (ROOT / path).exists(), path

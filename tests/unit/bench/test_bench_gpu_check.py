@@ -246,7 +246,9 @@ def test_a_script_that_is_stopped_keeps_what_it_printed_and_goes_on_later(
 @pytest.mark.slow
 def test_the_rehearsal_on_a_cpu(tmp_path: Path) -> None:
     """Without the training run, which tests/e2e has, and the benchmarks' own tests."""
-    names = "environment,compile,operators,graphs,bench,tuning,steps,bench_experts"
+    names = (
+        "environment,probe,tuning,second_engine,compile,operators,graphs,bench,steps,bench_experts"
+    )
     command = ["scripts/gpu_check.sh", "--cpu", "--output", str(tmp_path), "--parts", names]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=_environment(), timeout=1500
@@ -258,6 +260,10 @@ def test_the_rehearsal_on_a_cpu(tmp_path: Path) -> None:
         name: "skipped" if name in skipped else "passed" for name in names.split(",")
     }
     assert "w4a16: " in "".join(parts["environment"]["report"]["linear_kernels"])
+    shares = parts["probe"]["report"]["shares"]
+    assert set(shares["cublas"]["small"]) == {"1", "2", "7", "16"} and shares["times"]
+    document = json.loads(next(tmp_path.glob("cpu_check_*.json")).read_text())
+    assert document["device"] and document["versions"]["torch"] and document["commit"]
     assert parts["bench"]["report"]["results"] and parts["bench_experts"]["report"]["results"]
     text = next(tmp_path.glob("*.md")).read_text()
     assert (

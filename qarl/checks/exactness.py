@@ -27,7 +27,6 @@ def exceptions(config: Config, hf_config: Any) -> list[str]:
     found = (
         _of_threads(config, hf_config),
         _of_prefix_cache(config, hf_config),
-        _of_turns(config, hf_config),
         _of_adapters(config, hf_config),
     )
     return [text for text in found if text]
@@ -68,16 +67,6 @@ def _of_prefix_cache(config: Config, hf_config: Any) -> str | None:
         f"quant.align={config.quant.align} is not exact for prompts of more than {exact} tokens "
         f"({_key(config)}={longest}): behind a cached prefix vLLM sums their attention in another order; "
         "for δ = 0 leave out rollout.enable_prefix_caching"
-    )
-
-
-def _of_turns(config: Config, hf_config: Any) -> str | None:
-    exact = _exact_prompt(hf_config)
-    if config.rollout.environment is None or config.longest_prefill <= exact:
-        return None
-    return (
-        f"quant.align={config.quant.align} is not exact for turns that begin behind {exact} tokens "
-        f"({_key(config)}={config.longest_prefill}): their prompts are prefilled, and hold what was decoded before"
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from qarl.errors import UserError
-from qarl.turns.conversation import Conversation, Span
+from qarl.turns.conversation import Conversation
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,6 @@ class RolloutBatch:
     weight_version     that of the weights that were sampled from
     top_token_ids      the likeliest token at each position, if they were asked for
     preemptions        number of times that vLLM freed a response's KV cache for other requests and computed it again
-    later_prefills     start and end in its row (prompt and response) of each part that the engine prefilled behind the
-                       keys and values that it had, or None if each turn was a request of its own
     conversations      the conversation that each response is, if an environment answered; contexts are among the tokens
     routed_experts     the experts that each router chose, in its order: uint8 [tokens - 1, layers, k], for all tokens
                        of prompt and response except the last; int16 if a layer has more than 256 experts. A dense layer
@@ -37,7 +35,6 @@ class RolloutBatch:
     preemptions: int = 0
     routed_experts: list[torch.Tensor] | None = None
     conversations: list[Conversation] | None = None
-    later_prefills: list[tuple[Span, ...]] | None = None
 
     @property
     def sampled_lengths(self) -> list[int]:

@@ -34,12 +34,13 @@ def whole_requests(
 
 @dataclass
 class _Session:
-    """A conversation in the engine. `name`: vLLM's for the request. `known`: its tokens so far but the last one, which
-    the engine has computed. `sampled`: number of tokens in its turns."""
+    """A conversation in the engine. `name`: vLLM's for the request. `prompt`: tokens of the prompt of its last turn.
+    `computed`: tokens that the engine has computed, all but the last one. `sampled`: tokens of its turns."""
 
     name: str
-    known: int
-    sampled: int
+    prompt: int = 0
+    computed: int = 0
+    sampled: int = 0
 
 
 @dataclass
@@ -50,6 +51,15 @@ class _Turn:
     logprobs: Any
     finish_reason: str
     routed_experts: Any = None
+
+    def up_to(self, limit: int) -> _Turn:
+        """Return the turn, cut at `limit` tokens. vLLM keeps the limit of the first turn, and a conversation ends with
+        a turn that is longer than what is left of it (`qarl.turns.loop`)."""
+        beyond = len(self.token_ids) - limit
+        if beyond <= 0:
+            return self
+        routed = None if self.routed_experts is None else self.routed_experts[:-beyond]
+        return _Turn(self.token_ids[:limit], self.logprobs[:limit], "length", routed)
 
 
 class Sessions:
@@ -92,25 +102,19 @@ class Sessions:
                 if completion.finish_reason is not None:
                     row = waiting.pop(output.request_id)
                     turns[row] = self._turn(self._open[row], completion)
-        for row, request, sampling in zip(rows, requests, params, strict=True):
-            turn = turns[row]
-            if len(turn.token_ids) > sampling.max_tokens:
-                # vLLM keeps the limit of the first turn. The conversation ends here (`qarl.turns.loop`).
-                turn.token_ids = turn.token_ids[: sampling.max_tokens]
-                turn.logprobs = turn.logprobs[: sampling.max_tokens]
-                turn.finish_reason = "length"
-            known = len(request["prompt_token_ids"]) + len(turn.token_ids) - 1
-            self._open[row].known = known
-        return [turns[row] for row in rows]
+        limits = [sampling.max_tokens for sampling in params]
+        return [turns[row].up_to(limit) for row, limit in zip(rows, limits, strict=True)]
 
     def _add(
         self, engine: Any, row: int, tokens: Sequence[int], sampling: Any, adapter: Any
     ) -> None:
+        from vllm.inputs import tokens_input
+
         session = self._open.get(row)
-        new = tokens if session is None else tokens[session.known :]
+        new = list(tokens if session is None else tokens[session.computed :])
         request = engine.input_processor.process_inputs(
             str(row),
-            {"prompt_token_ids": list(new)},
+            tokens_input(new),
             sampling,
             supported_tasks=engine.get_supported_tasks(),
             lora_request=adapter,
@@ -118,23 +122,24 @@ class Sessions:
         )
         if session is None:
             engine.input_processor.assign_request_id(request)
-            self._open[row] = _Session(request.request_id, 0, 0)
+            session = self._open[row] = _Session(request.request_id)
         else:
             request.external_req_id = request.request_id
             request.request_id = session.name
+        session.prompt = len(tokens)
         engine.output_processor.add_request(request, None, None, 0)
         # Both sides append to the prompt, which in one process would be the same list.
         of_core = copy(request)
-        of_core.prompt_token_ids = list(new)
+        of_core.prompt_token_ids = [*new]
         engine.engine_core.add_request(of_core)
 
     def _turn(self, session: _Session, completion: Any) -> _Turn:
         """Return the last turn of a completion, which has the tokens of all turns."""
         start = session.sampled
         session.sampled = len(completion.token_ids)
-        return _Turn(
-            list(completion.token_ids[start:]),
-            completion.logprobs[start:],
-            completion.finish_reason,
-            completion.routed_experts,
-        )
+        tokens = list(completion.token_ids[start:])
+        session.computed = session.prompt + len(tokens) - 1
+        routed = completion.routed_experts
+        if routed is not None:  # those of all turns, each with those of its prompt
+            routed = routed[-session.computed :]
+        return _Turn(tokens, completion.logprobs[start:], completion.finish_reason, routed)

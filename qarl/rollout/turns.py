@@ -30,6 +30,9 @@ from qarl.turns.frame import ChatFrame
 from qarl.turns.loop import Failure, Limits, Request, hold, turn_seed
 from qarl.turns.reply import Reply
 
+WARNINGS = 5
+"""Rollouts of a run whose failed calls are shown."""
+
 
 class Engine(Protocol):
     """What conversations need of a `RolloutEngine`."""
@@ -87,6 +90,7 @@ class Conversations:
     keep_special_tokens: bool = False
     sessions: int | None = None
     frame: ChatFrame = field(init=False)
+    _warnings: int = 0
 
     def __post_init__(self) -> None:
         self.frame = ChatFrame(self.tokenizer, self.stop_token_ids)
@@ -109,7 +113,10 @@ class Conversations:
             Whatever `RolloutEngine.generate` raises.
         """
         conversations = [
-            Conversation(prompt.prompt_token_ids, [*prompt.messages]) for prompt in prompts
+            Conversation(
+                prompt.prompt_token_ids, [*prompt.messages], in_session=self.sessions is not None
+            )
+            for prompt in prompts
         ]
         rollout = _Rollout(engine, sampling, seeds, len(prompts))
 
@@ -137,13 +144,19 @@ class Conversations:
                     frame=self.frame,
                     limits=self.limits,
                 )
-        if rollout.failures:
-            calls = sum(len(conversation.turns) for conversation in conversations)
-            say(
-                f"warning: {len(rollout.failures)} of {calls} calls of the environment failed, and the model was told "
-                f"so; the first {rollout.failures[0].why}"
-            )
+        self._warn(rollout.failures, sum(len(conversation.turns) for conversation in conversations))
         return rollout.batch(conversations)
+
+    def _warn(self, failures: Sequence[Failure], calls: int) -> None:
+        """Say which calls of the environment failed, a few times in a run. `calls`: number of all."""
+        if not failures or self._warnings == WARNINGS:
+            return
+        self._warnings += 1
+        last = "; no more of this is shown, look at turns/failures" * (self._warnings == WARNINGS)
+        say(
+            f"warning: {len(failures)} of {calls} calls of the environment failed, and the model was told so; the "
+            f"first {failures[0].why}{last}"
+        )
 
 
 class _Rollout:
@@ -163,7 +176,6 @@ class _Rollout:
     ) -> None:
         self._engine = engine
         self._sessions: Sessions | None = None
-        self._used_sessions = False
         self._sampling = sampling
         self._seeds = seeds
         self._versions: list[int] = []
@@ -176,7 +188,6 @@ class _Rollout:
     def in_sessions(self) -> Iterator[None]:
         """Sample turns in sessions, which this closes at its end."""
         self._sessions = Sessions()
-        self._used_sessions = True
         try:
             yield
         finally:
@@ -237,9 +248,6 @@ class _Rollout:
             preemptions=self._preemptions,
             routed_experts=[torch.cat(parts) for parts in self.routed] if self.routed[0] else None,
             conversations=list(conversations),
-            later_prefills=[conversation.later_prefills for conversation in conversations]
-            if self._used_sessions
-            else None,
         )
 
 

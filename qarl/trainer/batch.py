@@ -98,7 +98,7 @@ class Batch:
     finish_reasons               why each response ended, in vLLM's words, or None
     conversations                the conversation that each response is, or None if there was no environment
     later_prefills               start and end in its row of each part of a conversation that the engine prefilled after
-                                 a turn, or None if those parts do not matter (`qarl.turns.prefills`)
+                                 a turn, or None if the trainer need not follow them
     """
 
     input_ids: torch.Tensor
@@ -228,8 +228,15 @@ def make_batch(
         routed_experts=None if routed is None else _pad(routed, total, -1, torch.int16),
         finish_reasons=list(rollout.finish_reasons),
         conversations=rollout.conversations,
-        later_prefills=rollout.later_prefills,
+        later_prefills=_later_prefills(rollout.conversations),
     )
+
+
+def _later_prefills(conversations: Sequence[Conversation] | None) -> list[tuple[Span, ...]] | None:
+    """Return those of conversations in sessions, which the trainer's attention follows."""
+    if conversations is None or not all(each.in_session for each in conversations):
+        return None
+    return [conversation.later_prefills for conversation in conversations]
 
 
 def _pad(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from qarl.align.cpu_attention import uses_engine_attention
+from qarl.align.rotary import head_size_of
 from qarl.checks.check import RunInputs
 from qarl.checks.exactness import caches_prefixes
 from qarl.checks.generation import check_sampling
@@ -19,10 +21,12 @@ from qarl.config import Config
 from qarl.console import stage
 from qarl.data.prompts import PromptDataset, PromptSampler
 from qarl.data.reward_workers import Reward
+from qarl.kernels.cpu.attention_tiles import longest_exact_prompt
 from qarl.objectives import verl_functions
 from qarl.objectives.settings import objective_settings
 from qarl.rollout.adapter_spec import AdapterSpec
 from qarl.rollout.engine import EngineConfig
+from qarl.rollout.engine_config import sequences_in_cache
 from qarl.rollout.turns import Conversations
 from qarl.schemes import get_scheme
 from qarl.trainer.policy import Policy
@@ -76,6 +80,8 @@ def load_parts(config: Config, inputs: RunInputs) -> RunParts:
     check_sampling(
         config, level=policy.align, vocabulary=vocabulary, on_cpu=policy.device.type == "cpu"
     )
+    if inputs.conversations is not None:
+        inputs.conversations.sessions = sessions_at_once(config, policy)
     return RunParts(
         policy,
         tokenizer,
@@ -87,6 +93,20 @@ def load_parts(config: Config, inputs: RunInputs) -> RunParts:
         inputs.record,
         inputs.conversations,
     )
+
+
+def sessions_at_once(config: Config, policy: Policy) -> int | None:
+    """Return how many conversations are held in sessions at a time, or None if each turn is a request of its own.
+
+    Sessions are for an engine whose bits the trainer follows, and for prompts so long that a prefill has other bits
+    than decoding. `rollout.enable_prefix_caching=true` asks for requests, of which the checks say that they differ."""
+    hf_config = policy.model.config
+    if not uses_engine_attention(policy.model) or config.rollout.enable_prefix_caching:
+        return None
+    if config.longest_prefill <= longest_exact_prompt(head_size_of(hf_config)):
+        return None
+    engine = engine_config(config, policy)
+    return max(min(sequences_in_cache(engine, hf_config), engine.max_num_seqs), 1)
 
 
 def engine_config(config: Config, policy: Policy, *, routing: bool = False) -> EngineConfig:

@@ -54,6 +54,8 @@ class Conversation:
     rewards             those that the environment gave
     failures            number of calls of the environment that raised, hung or ended their process
     finish_reason       why it ended: "stop" if the environment ended it, "length" at a limit of tokens, "max_turns"
+    in_session          whether the engine keeps keys and values from turn to turn; otherwise it prefills each turn's
+                        whole prompt
     """
 
     prompt_token_ids: list[int]
@@ -64,6 +66,7 @@ class Conversation:
     rewards: list[float] = field(default_factory=list)
     failures: int = 0
     finish_reason: str | None = None
+    in_session: bool = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -82,9 +85,8 @@ class Conversation:
 
     @property
     def later_prefills(self) -> tuple[Span, ...]:
-        """Start and end, in the row of prompt and response, of what is new in the prompt of each later turn, if the
-        engine keeps keys and values from turn to turn: a turn's last token, which it sampled and did not compute, and
-        the context behind it."""
+        """Start and end, in the row of prompt and response, of what is new in the prompt of each later turn of a
+        session: a turn's last token, which the engine sampled and did not compute, and the context behind it."""
         prompt = len(self.prompt_token_ids)
         return tuple(
             Span(prompt + before.end - 1, prompt + after.start)

@@ -12,8 +12,7 @@ def turn_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
 
     turns/mean, turns/max    turns of the model in a conversation
     turns/context_tokens     mean tokens of a conversation that the environment appended, with the template's frame
-    turns/prefilled_tokens   mean tokens of a conversation in the prompts of its turns, which the engine prefills unless
-                             it has cached them
+    turns/prefilled_tokens   mean tokens of a conversation that the engine prefills, if its prefix cache has none
     turns/max_turns_frac     share of conversations that ended because the model had no turn left
     turns/failures           calls of the environment that raised, hung or ended their process, a share of all calls
     """
@@ -32,6 +31,9 @@ def turn_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
 
 
 def prefilled_tokens(conversation: Conversation) -> int:
-    """Return the tokens of the prompts of all turns. That of a later turn repeats what came before it."""
+    """Return the tokens that the engine prefills without a prefix cache: the prompts of all turns, of which a later one
+    repeats what came before it, or in a session what is new."""
     prompt = len(conversation.prompt_token_ids)
+    if conversation.in_session:
+        return prompt + sum(end - start for start, end in conversation.later_prefills)
     return sum(prompt + start for start, _ in conversation.turns)

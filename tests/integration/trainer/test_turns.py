@@ -13,11 +13,12 @@ from engine_helpers import config
 from glossary import glossary_metrics
 from metrics_table import misplaced
 
+from qarl.__main__ import main
 from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import MismatchError
 from qarl.report.samples import read_samples
 from qarl.trainer.local import LocalTrainer
-from qarl.trainer.loop import train
+from qarl.trainer.loop import train, train_in_run_folder
 from qarl.trainer.prepare import prepare_run
 from qarl.turns.conversation import Conversation
 
@@ -88,7 +89,9 @@ def test_contexts_in_the_mask_by_mistake_are_noticed(
             trainer.train_step()
 
 
-def test_a_whole_run_resumed_and_its_files(tmp_path: Path) -> None:
+def test_a_whole_run_resumed_and_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two steps, and one step and its continuation, train the same. The samples show turns, the export is there."""
     keys = (*KEYS, "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1")
     whole = config(tmp_path, *keys, "name=whole", "optim.lr_scheduler_type=constant")
@@ -98,8 +101,6 @@ def test_a_whole_run_resumed_and_its_files(tmp_path: Path) -> None:
         update={"trainer": parts.trainer.model_copy(update={"total_training_steps": 1})}
     )
     train(one)
-    from qarl.trainer.loop import train_in_run_folder
-
     train_in_run_folder(
         parts.model_copy(
             update={
@@ -131,6 +132,9 @@ def test_a_whole_run_resumed_and_its_files(tmp_path: Path) -> None:
         for sample in samples
     )
     assert "of_model" in (whole.run_dir / "report.html").read_text(encoding="utf-8")
+    assert main(["eval", str(whole.run_dir), "limit=8", "temperature=0"]) == 0
+    score = capsys.readouterr().out
+    assert "| column_addition | 8 | 1 |" in score and "0.0%" not in score  # rewards of up to 3
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

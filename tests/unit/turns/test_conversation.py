@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from qarl.turns.conversation import Conversation, Sampled, Span, mask_of, spans_of
-from qarl.turns.metrics import turn_metrics
+from qarl.turns.metrics import prefilled_tokens, turn_metrics
 
 
 def held() -> Conversation:
@@ -33,7 +33,10 @@ def test_a_conversation_of_two_turns() -> None:
 
 def test_what_an_engine_prefills_that_keeps_keys_and_values() -> None:
     """The last token of a turn was sampled and not computed, so it comes with the context: 4 5 6 7, from place 3."""
-    assert held().later_prefills == (Span(3, 7),)
+    session = held()
+    session.in_session = True
+    assert session.later_prefills == (Span(3, 7),)
+    assert (prefilled_tokens(session), prefilled_tokens(held())) == (6, 9)
     assert Conversation([1]).later_prefills == ()
 
 

@@ -43,14 +43,14 @@ def pack_gradients(
     )
     keys, values = (tensor.flatten(1).index_select(0, sets.keys) for tensor in (key, value))
     grads.masked_fill_(sets.beyond[:, None], 0.0)  # so nothing beyond a span has a gradient
-    of_queries = [part.count * part.length for part in sets.shapes]
-    of_keys = [part.count * (part.prefix + part.length) for part in sets.shapes]
+    of_queries = [part.spans * part.length for part in sets.shapes]
+    of_keys = [part.spans * (part.prefix + part.length) for part in sets.shapes]
     split = [tensor.split(of_queries) for tensor in (queries, grads)]
     split += [tensor.split(of_keys) for tensor in (keys, values)]
     parts: list[list[torch.Tensor]] = []
     for part, *tensors in zip(sets.shapes, *split, strict=True):
         q, grad, k, v = (
-            _copy(tensor.view(part.count, -1, tensor.shape[1] // size, size).transpose(1, 2))
+            _copy(tensor.view(part.spans, -1, tensor.shape[1] // size, size).transpose(1, 2))
             for tensor in tensors
         )
         gradients = causal_gradients(q, k, v, grad, scaling, unseen=part.unseen)
@@ -81,10 +81,10 @@ class _Span(NamedTuple):
 class _Shape(NamedTuple):
     """The spans of a set: their number, and the longest prefix and span, to which all are padded.
 
-    `unseen`: bool [count, prefix]; whether a token is the prefix's padding. None if no prefix is padded.
+    `unseen`: bool [spans, prefix]; whether a token is the prefix's padding. None if no prefix is padded.
     """
 
-    count: int
+    spans: int
     prefix: int
     length: int
     unseen: torch.Tensor | None

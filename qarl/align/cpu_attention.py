@@ -140,8 +140,7 @@ class _EngineAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (
-            *pack_gradients(*ctx.saved_tensors, *grad_outputs, ctx.scaling, ctx.groups),
-            None,
-            None,
-        )
+        (grad_output,) = grad_outputs
+        query, key, value = ctx.saved_tensors
+        gradients = pack_gradients(query, key, value, grad_output, ctx.scaling, ctx.groups)
+        return (*gradients, None, None)

@@ -109,8 +109,10 @@ def lay_out(batch: Batch, rows: Rows, *, packed: bool = True, shared_prompt: int
     of_row, offset = _each(lengths) if batch.conversations is None else _turns(batch, numbers)
     places = row * width + place
     predicted = of_row * batch.responses.shape[1] + offset
-    slots = torch.where(place < prompts[row], *starts[:, row]) + place
-    predictors = torch.where(offset == 0, *starts[:, of_row]) + prompts[of_row] - 1 + offset
+    of_prompt, of_response = starts
+    slots = torch.where(place < prompts[row], of_prompt[row], of_response[row]) + place
+    before = torch.where(offset == 0, of_prompt[of_row], of_response[of_row])
+    predictors = before + prompts[of_row] - 1 + offset
     used = sum(group.tokens for group in groups)
     missing = -used % TOKEN_MULTIPLE if packed else 0
     if missing:  # a row of its own

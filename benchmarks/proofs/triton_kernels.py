@@ -19,6 +19,11 @@ from qarl.kernels.triton.between_products import (
     swiglu_backward_kernel,
     swiglu_kernel,
 )
+from qarl.kernels.triton.chains import (
+    log_softmax_backward_kernel,
+    silu_and_mul_backward_kernel,
+    turn_kernel,
+)
 from qarl.kernels.triton.checksum import checksum_kernel, checksum_rows_kernel
 from qarl.kernels.triton.experts import (
     grouped_scaled_mm_kernel,
@@ -284,6 +289,25 @@ def _norm(width: int, more: Mapping[str, Any]) -> AotConfig:
     return AotConfig({"COLS": width, "ROWS": rows, "BLOCK": block, **more}, num_warps=warps)
 
 
+def _chains() -> Iterator[AotKernel]:
+    """Heads of 64 and 128, turned forth and back; logits in BF16 and in FP32."""
+    pointers = ("grad_ptr", "gate_ptr", "up_ptr", "grad_gate_ptr", "grad_up_ptr")
+    types = dict.fromkeys(pointers, "*bf16")
+    yield AotKernel(silu_and_mul_backward_kernel, types, (AotConfig({"BLOCK": 1024}),), ("size",))
+    turned = dict.fromkeys(("x_ptr", "cosine_ptr", "sine_ptr", "y_ptr"), "*bf16")
+    configs = [
+        AotConfig({"HALF": half, "PAIRS": half, "HEADS": 1024 // half, "BACK": back})
+        for half in (32, 64)
+        for back in (False, True)
+    ]
+    yield AotKernel(turn_kernel, turned, tuple(configs), ("token_stride", "head_stride"))
+    of_rows = {"log_sum_ptr": "*fp32", "token_ptr": "*i64", "grad_ptr": "*fp32", "inverse": "fp32"}
+    for logits in ("*bf16", "*fp32"):
+        types = {"logits_ptr": logits, "out_ptr": logits, **of_rows}
+        config = AotConfig({"BLOCK": 4096}, num_warps=8)
+        yield AotKernel(log_softmax_backward_kernel, types, (config,), ("cols",))
+
+
 def _publish() -> Iterator[AotKernel]:
     """Codes out of Marlin's layout, and checksums of words without floats, BF16 and FP32.
 
@@ -311,5 +335,5 @@ KERNELS: list[AotKernel] = [
     _w4a16(grouped_w4a16_kernel, ("grouped_w4a16", "grouped_w4a16_invariant"), "EVEN_K", ("N", "K", "stride_xm"),
            SIZE=128),
     _w4a16(grouped_w4a16_backward_kernel, ("grouped_w4a16_backward",), "EVEN_N", ("N", "K", "stride_gm"), SIZE=128),
-    *_scaled_mm(), *_grouped(), *_quantize(), *_between_products(), *_norms(), *_publish(),
+    *_scaled_mm(), *_grouped(), *_quantize(), *_between_products(), *_norms(), *_chains(), *_publish(),
 ]  # fmt: skip

@@ -26,8 +26,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from qarl.align.attention_layer import AttentionLayer, in_fp32
 from qarl.align.cpu_attention import engine_attention
-from qarl.align.packed_attention import Attended, unless_empty
 from qarl.align.rotary import Turns
 from qarl.kernels.cpu import bf16_linear, layer_ops
 
@@ -92,55 +92,18 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-class AlignedAttention(nn.Module):
-    """Attention whose queries and keys are turned by the engine's operator.
+class AlignedAttention(AttentionLayer):
+    """Attention, and the turns of its queries and keys, by the engine's operators."""
 
-    With a key-value cache, which no training has, this is transformers' forward."""
+    def turned(self, query: Tensor, key: Tensor, turns: Turns) -> tuple[Tensor, Tensor]:
+        turned: tuple[Tensor, Tensor] = _Turn.apply(query, key, *turns)
+        return turned
 
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
-    o_proj: nn.Module
-    q_norm: nn.Module
-    k_norm: nn.Module
-    head_dim: int
-    scaling: float
-    attention_dropout: float
-    sliding_window: int | None
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Turns,
-        attention_mask: Tensor | None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Attended:
-        if past_key_values is not None:
-            kwargs |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
-            turns = _in_fp32(position_embeddings)
-            attend: Any = super().forward
-            return attend(hidden_states, position_embeddings=turns, **kwargs)[0], None
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        projected = (project(hidden_states) for project in projections)
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
-        if hasattr(self, "q_norm"):
-            query = self.q_norm(query)
-            key = self.k_norm(key)
-        query, key = _Turn.apply(query, key, *position_embeddings)
-        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-        kwargs["dropout"] = self.attention_dropout if self.training else 0.0
-        if hasattr(self, "sliding_window"):
-            kwargs["sliding_window"] = self.sliding_window
-        mask = unless_empty(attention_mask)
-        attended, _ = engine_attention(self, query, key, value, mask, self.scaling, **kwargs)
-        output: Tensor = self.o_proj(attended.flatten(-2))
-        return output, None
-
-
-def _in_fp32(turns: Turns) -> Turns:
-    cosines, sines = turns
-    return cosines.float(), sines.float()
+    def attended(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> Tensor:
+        output, _ = engine_attention(self, query, key, value, mask, self.scaling, **options)
+        return output
 
 
 class _Turn(torch.autograd.Function):
@@ -189,7 +152,7 @@ class AlignedDecoderLayer(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         if not isinstance(self.self_attn, AlignedAttention):
-            position_embeddings = _in_fp32(position_embeddings)
+            position_embeddings = in_fp32(position_embeddings)
         normal = self.input_layernorm(hidden_states)
         output, _ = self.self_attn(
             hidden_states=normal, position_embeddings=position_embeddings, **kwargs

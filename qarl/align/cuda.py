@@ -2,7 +2,7 @@
 
     norms        QaRL's kernel (`qarl.kernels.triton.norms`), which the engine runs too, because vLLM's own norms sum in
                  an order that depends on the number of rows. transformers adds residuals in BF16, as the engine does
-    rotary       transformers' formula on FP32 copies of vLLM's cosines and sines. Products of BF16 numbers are exact in
+    rotary       `qarl.kernels.chains`, in FP32 from vLLM's cosines and sines. Products of BF16 numbers are exact in
                  FP32, so this is vLLM's operator bit for bit
     SwiGLU       vLLM's `silu_and_mul`
     attention    vLLM's FlashAttention 3 with one split (`qarl.kernels.cuda.layer_ops`). Its gradient is PyTorch's
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from qarl.align.attention_layer import AttentionLayer
 from qarl.align.cpu import align_module
 from qarl.align.cuda_router import CudaRouter
 from qarl.align.packed_attention import (
@@ -42,6 +43,7 @@ from qarl.align.packed_attention import (
 )
 from qarl.align.rotary import EngineRotaryEmbedding, Turns, head_size_of
 from qarl.families import family_of
+from qarl.kernels import chains
 from qarl.kernels.base import ExpertsKernel, Kernel
 from qarl.kernels.cpu import layer_ops as cpu_ops
 from qarl.kernels.cuda import layer_ops
@@ -117,7 +119,7 @@ def align_layers(model: Any) -> dict[str, int]:
     routers = 0
     align_module(base.norm, CudaRMSNorm)
     for layer in base.layers:
-        align_module(layer, CudaDecoderLayer)
+        align_module(layer.self_attn, CudaAttention)
         if hasattr(layer.mlp, "experts"):
             align_module(layer.mlp.gate, CudaRouter)
             routers += 1
@@ -130,9 +132,8 @@ def align_layers(model: Any) -> dict[str, int]:
         norms += 2 + len(head_norms)
     layers = len(base.layers)
     numbers = {
-        "decoder layers (rotary)": layers,
         "MLPs": layers - routers,
-        f"attentions ({CUDA_ATTENTION})": layers,
+        f"attentions ({CUDA_ATTENTION}) with rotary": layers,
         "norms": norms,
         "routers": routers,
     }
@@ -163,19 +164,18 @@ class CudaMLP(nn.Module):
         return output
 
 
-class CudaDecoderLayer(nn.Module):
-    """Decoder layer of transformers that rotates queries and keys in FP32."""
+class CudaAttention(AttentionLayer):
+    """Attention by the engine's operator, behind turns in one pass."""
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        position_embeddings: Turns,
-        **kwargs: Any,
-    ) -> Any:
-        cosines, sines = position_embeddings
-        turns = (cosines.float(), sines.float())
-        return super().forward(hidden_states, position_embeddings=turns, **kwargs)
+    def turned(self, query: Tensor, key: Tensor, turns: Turns) -> tuple[Tensor, Tensor]:
+        turned: tuple[Tensor, Tensor] = _Turn.apply(query, key, *turns)
+        return turned
+
+    def attended(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> Tensor:
+        output, _ = cuda_attention(self, query, key, value, mask, self.scaling, **options)
+        return output
 
 
 class CudaRotaryEmbedding(EngineRotaryEmbedding):
@@ -216,13 +216,25 @@ class _SiluAndMul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, ...]:
-        gate, up = (tensor.float() for tensor in ctx.saved_tensors)
-        grad = grad_outputs[0].float()
-        sigmoid = torch.sigmoid(gate)
-        grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-        grad_up = grad * gate * sigmoid
-        dtype = ctx.saved_tensors[0].dtype
-        return grad_gate.to(dtype), grad_up.to(dtype)
+        gate, up = ctx.saved_tensors
+        return chains.silu_and_mul_backward(grad_outputs[0], gate, up)
+
+
+class _Turn(torch.autograd.Function):
+    """Rotary embedding of query and key, BF16 [B, T, heads, D]. Cosines and sines are BF16 [B or 1, T, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cosines, sines)
+        return chains.turn(query, cosines, sines), chains.turn(key, cosines, sines)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        turns = ctx.saved_tensors
+        return (*(chains.turn(grad, *turns, back=True) for grad in grad_outputs), None, None)
 
 
 class _Flash(torch.autograd.Function):

@@ -15,7 +15,7 @@ from qarl.checks.model_folder import loading_options
 from qarl.config import Config
 from qarl.config.level import Level
 from qarl.errors import UserError
-from qarl.kernels.log_probs import Truncation, packed_width
+from qarl.kernels.sampling_masks import Truncation, packed_width
 from qarl.rollout.engine_config import SamplingConfig, sampling_params
 
 _GENERATION = "generation_config.json"

@@ -25,7 +25,7 @@ import torch
 from qarl.checkpoint.storage import write_json
 from qarl.config import Config
 from qarl.config.level import Level
-from qarl.kernels.log_probs import Truncation
+from qarl.kernels.sampling_masks import Truncation
 from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.metrics.tracker import write_versions
 from qarl.schemes import UNQUANTIZED

@@ -5,7 +5,8 @@ Rows are processed in blocks:
     logits = bf16(hidden @ weight.T)      the engine, too, samples from BF16 logits
     y = log_softmax(fp32(logits) / temperature)[token]
 
-If the engine sampled by top-k or top-p, the softmax is over the tokens that it sampled from, a packed mask (below).
+If the engine sampled by top-k or top-p, the softmax is over the tokens that it sampled from, a packed mask
+(`qarl.kernels.sampling_masks`).
 
 Rows of the weight beyond the tokenizer's `vocabulary` are multiplied like all others, and their logits then become
 `NO_LOGIT`, as verl masks them in vLLM. A product with a slice of the weight, such as 151665 rows of Qwen2.5's 151936,
@@ -32,21 +33,6 @@ Existing functions do not fit (Liger-Kernel at ead96b6, verl 0.9.1):
     verl   `linear_cross_entropy` keeps its logits in FP32, but the engine rounds them
     Liger  `LigerFusedLinearScaledCrossEntropyFunction` sums gradients in BF16
     Liger  `LigerFusedLinearCrossEntropyFunction` needs a loss that is a sum over tokens, which TBPO's is not
-
-The rules of the mask are those of vLLM's `apply_top_k_top_p_pytorch` (vllm/v1/sample/ops/topk_topp_sampler.py). Logits
-are upcast to FP32 and divided by the temperature. Then:
-
-    top-k    keeps every token whose logit is at least the k-th largest, including all ties
-    top-p    sorts these tokens by ascending logit and drops the first ones, up to a summed probability of 1 - top_p.
-             The likeliest token always stays
-
-On GPUs, vLLM finds top-p's threshold for 8 rows and more with a Triton kernel that does not sort. Close to the
-threshold it keeps other tokens: under Triton's interpreter up to 2e-4 of a row's probability, for top_p >= 0.99.
-
-The mask is computed once, with the old log-probs, and does not change during the update. Computed again after an
-optimizer step, it could exclude a sampled token, and its log-prob would be -inf.
-
-A mask has one bit per entry of the vocabulary: `packed_width(V)` bytes per response token, or 19 KB at V = 152k.
 """
 
 from __future__ import annotations
@@ -56,10 +42,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from qarl.kernels import chains
 from qarl.kernels.cpu.bf16_linear import product_with
+from qarl.kernels.grouped import has_triton
+from qarl.kernels.sampling_masks import Truncation, packed_sampling_mask, packed_width, unpack
 
 LOGITS_AT_A_TIME = 2**27
 """Number of logits in a block. The backward of a block needs 0.8 GiB for them."""
@@ -87,6 +75,7 @@ def chosen_log_probs(
     rows: int | None = None,
     mask: torch.Tensor | None = None,
     vocabulary: int | None = None,
+    likeliest: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return FP32 log-probs [T] of `tokens`, and the likeliest token at each place as int64 [T] (no gradient).
 
@@ -97,6 +86,7 @@ def chosen_log_probs(
         rows: number of rows in a block; by default `rows_at_a_time(V)`.
         mask: packed masks of the tokens in the softmax, uint8 [T, packed_width(V)]; None for all tokens.
         vocabulary: number of tokens. Later rows of the weight have no probability, and their gradients are 0.
+        likeliest: whether the likeliest tokens are needed. If not, there are none, int64 [0].
     """
     chosen: tuple[torch.Tensor, torch.Tensor] = _ChosenLogProbs.apply(
         hidden,
@@ -106,6 +96,7 @@ def chosen_log_probs(
         rows or rows_at_a_time(weight.shape[0]),
         mask,
         vocabulary,
+        likeliest,
     )
     return chosen
 
@@ -147,10 +138,11 @@ def log_probs_of_logits(
     *,
     temperature: float,
     mask: torch.Tensor | None = None,
+    likeliest: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do the same as `chosen_log_probs`, from logits [T, V] of any float dtype."""
     chosen: tuple[torch.Tensor, torch.Tensor] = _LogProbsOfLogits.apply(
-        logits, tokens, temperature, mask
+        logits, tokens, temperature, mask, likeliest
     )
     return chosen
 
@@ -162,10 +154,17 @@ class WholeLogits:
     logits: torch.Tensor
 
     def log_probs(
-        self, tokens: torch.Tensor, *, temperature: float, mask: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        *,
+        temperature: float,
+        mask: torch.Tensor | None = None,
+        likeliest: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probs and the likeliest tokens (`log_probs_of_logits`)."""
-        return log_probs_of_logits(self.logits, tokens, temperature=temperature, mask=mask)
+        return log_probs_of_logits(
+            self.logits, tokens, temperature=temperature, mask=mask, likeliest=likeliest
+        )
 
     def sampling_mask(
         self, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
@@ -184,11 +183,21 @@ class LogitsInBlocks:
     weight: torch.Tensor
 
     def log_probs(
-        self, tokens: torch.Tensor, *, temperature: float, mask: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        *,
+        temperature: float,
+        mask: torch.Tensor | None = None,
+        likeliest: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probs and the likeliest tokens (`chosen_log_probs`)."""
         return chosen_log_probs(
-            self.hidden, self.weight, tokens, temperature=temperature, mask=mask
+            self.hidden,
+            self.weight,
+            tokens,
+            temperature=temperature,
+            mask=mask,
+            likeliest=likeliest,
         )
 
     @torch.no_grad()
@@ -209,70 +218,6 @@ class LogitsInBlocks:
         return packed, outside
 
 
-@dataclass(frozen=True)
-class Truncation:
-    """`top_p` is in (0, 1]. `top_k` of -1 or 0 keeps all tokens, as in vLLM and verl."""
-
-    top_p: float = 1.0
-    top_k: int = -1
-
-    @property
-    def active(self) -> bool:
-        return self.top_p < 1 or self.top_k > 0
-
-
-def sampling_mask(scaled: torch.Tensor, truncation: Truncation) -> torch.Tensor:
-    """Return bool [T, V]: whether a token can be sampled. `scaled`: logits / temperature, FP32 [T, V]."""
-    top_k = truncation.top_k if 0 < truncation.top_k < scaled.shape[1] else None
-    if truncation.top_p >= 1:
-        if top_k is None:
-            return torch.ones_like(scaled, dtype=torch.bool)
-        return scaled >= scaled.topk(top_k, dim=1).values[:, -1:]
-    ascending, index = scaled.sort(dim=-1, descending=False)
-    if top_k is not None:
-        ascending = ascending.masked_fill(ascending < ascending[:, -top_k, None], -torch.inf)
-    # The engine, too, subtracts an FP32 top_p from 1.
-    rest = 1 - torch.tensor(truncation.top_p, dtype=torch.float32, device=scaled.device)
-    mask = ascending.softmax(dim=-1).cumsum(dim=-1) > rest
-    mask[:, -1] = True
-    return torch.empty_like(mask).scatter_(1, index, mask)
-
-
-def pack(mask: torch.Tensor) -> torch.Tensor:
-    """Bool [T, V] -> uint8 [T, packed_width(V)], lowest bit first."""
-    padded = F.pad(mask, (0, -mask.shape[1] % 8)).view(len(mask), -1, 8)
-    return (padded * _bits(mask.device)).sum(-1, dtype=torch.uint8)
-
-
-def unpack(packed: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Invert `pack`: return bool [T, vocabulary]."""
-    return (packed[:, :, None] & _bits(packed.device)).bool().flatten(1)[:, :vocabulary]
-
-
-def packed_width(vocabulary: int) -> int:
-    """Return the number of bytes of one token's packed mask."""
-    return -(-vocabulary // 8)
-
-
-def _bits(device: torch.device) -> torch.Tensor:
-    return torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=device)
-
-
-@torch.no_grad()
-def packed_sampling_mask(
-    logits: torch.Tensor, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the packed mask of each row of logits [T, V], and bool [T]: whether the sampled token was added to its
-    mask.
-
-    It is added if the computed mask lacks it.
-    """
-    mask = sampling_mask(logits.float() / temperature, truncation)
-    outside = ~mask.gather(1, tokens[:, None])[:, 0]
-    mask.scatter_(1, tokens[:, None], True)
-    return pack(mask), outside
-
-
 class _LogProbsOfLogits(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -281,35 +226,41 @@ class _LogProbsOfLogits(torch.autograd.Function):
         tokens: torch.Tensor,
         temperature: float,
         mask: torch.Tensor | None,
+        likeliest: bool,
     ) -> Any:
-        ctx.save_for_backward(logits, tokens)
         ctx.temperature = temperature
         ctx.mask = mask
-        log_probs, top = _log_probs(logits, tokens, temperature, mask)
+        log_probs, top = _log_probs(logits, tokens, temperature, mask, likeliest)
+        ctx.save_for_backward(logits, tokens, log_probs)
         ctx.mark_non_differentiable(top)
         return log_probs, top
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, tokens = ctx.saved_tensors
-        grad = _logit_gradient(logits, tokens, ctx.temperature, ctx.mask, grad_outputs[0])
-        return grad, None, None, None
+        logits, tokens, log_probs = ctx.saved_tensors
+        grad = _logit_gradient(
+            logits, tokens, log_probs, ctx.temperature, ctx.mask, grad_outputs[0]
+        )
+        return grad, None, None, None, None
 
 
 def _log_probs(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: float, mask: torch.Tensor | None
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    temperature: float,
+    mask: torch.Tensor | None,
+    likeliest: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probs and the likeliest tokens of `log_probs_of_logits`, without autograd."""
     log_probs = logits.new_empty(len(logits), dtype=torch.float32)
-    top = torch.empty_like(tokens)
-    for part, chosen, sampled_from, log_prob, likeliest in _parts(
-        logits, tokens, mask, log_probs, top
-    ):
+    top = torch.empty_like(tokens) if likeliest else None
+    for part, chosen, sampled_from, log_prob, found in _parts(logits, tokens, mask, log_probs, top):
         scaled = _scaled(part, temperature, sampled_from)
         log_prob.copy_(scaled.log_softmax(-1).gather(1, chosen[:, None])[:, 0])
-        likeliest.copy_(scaled.argmax(-1))
-    return log_probs, top
+        if found is not None:
+            found.copy_(scaled.argmax(-1))
+    return log_probs, tokens.new_empty(0) if top is None else top
 
 
 def _with_entropies(
@@ -328,11 +279,19 @@ def _with_entropies(
 def _logit_gradient(
     logits: torch.Tensor,
     tokens: torch.Tensor,
+    log_probs: torch.Tensor,
     temperature: float,
     mask: torch.Tensor | None,
     grad_output: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the gradient of `logits` [T, V], in their dtype, from that of the log-probs, FP32 [T]."""
+    """Return the gradient of `logits` [T, V], in their dtype, from that of their `log_probs`, FP32 [T].
+
+    On GPUs it is one pass, which needs no softmax, if it is over all tokens."""
+    if mask is None and has_triton(logits.device):
+        log_sums = _scaled(logits.gather(1, tokens[:, None])[:, 0], temperature) - log_probs
+        return chains.log_softmax_backward(
+            logits, log_sums, tokens, grad_output, temperature=temperature
+        )
     gradient = torch.empty_like(logits)
     of_scaled = (grad_output / temperature)[:, None]
     for part, chosen, sampled_from, grad, result in _parts(
@@ -383,28 +342,30 @@ class _ChosenLogProbs(torch.autograd.Function):
         rows: int,
         mask: torch.Tensor | None,
         vocabulary: int | None,
+        likeliest: bool,
     ) -> Any:
-        ctx.save_for_backward(hidden, weight, tokens)
         ctx.temperature = temperature
         ctx.rows = rows
         ctx.mask = mask
         ctx.vocabulary = vocabulary
         log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        top = torch.empty_like(tokens)
+        top = torch.empty_like(tokens if likeliest else tokens[:0])
         multiply = product_with(weight)
         for block in _blocks(len(hidden), rows):
             logits = within(multiply(hidden[block]), vocabulary)
+            sampled_from = None if mask is None else mask[block]
             log_probs[block], top[block] = _log_probs(
-                logits, tokens[block], temperature, None if mask is None else mask[block]
+                logits, tokens[block], temperature, sampled_from, likeliest
             )
             del logits  # the next block needs its memory
+        ctx.save_for_backward(hidden, weight, tokens, log_probs)
         ctx.mark_non_differentiable(top)
         return log_probs, top
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, tokens = ctx.saved_tensors
+        hidden, weight, tokens, log_probs = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         blocks = _blocks(len(hidden), ctx.rows)
@@ -419,7 +380,9 @@ class _ChosenLogProbs(torch.autograd.Function):
             logits = within(multiply(hidden[block]), ctx.vocabulary)
             mask = None if ctx.mask is None else ctx.mask[block]
             upstream = grad_outputs[0][block]
-            grad = _logit_gradient(logits, tokens[block], ctx.temperature, mask, upstream)
+            grad = _logit_gradient(
+                logits, tokens[block], log_probs[block], ctx.temperature, mask, upstream
+            )
             del logits
             if grad_hidden is not None:
                 grad_hidden[block] = grad @ weight
@@ -430,7 +393,7 @@ class _ChosenLogProbs(torch.autograd.Function):
         return (
             grad_hidden,
             grad_weight if total is None else total.to(weight.dtype),
-            *[None] * 5,
+            *[None] * 6,
         )
 
 

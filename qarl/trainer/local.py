@@ -29,7 +29,7 @@ from qarl.console import stage
 from qarl.data.prompts import Prompt
 from qarl.data.response_text import response_texts
 from qarl.data.scoring import score_responses
-from qarl.kernels.log_probs import Truncation
+from qarl.kernels.sampling_masks import Truncation
 from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.phase_timer import PhaseTimer, clock_of
 from qarl.metrics.step_metrics import response_metrics

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from qarl.config import Config
-from qarl.kernels.log_probs import Truncation
+from qarl.kernels.sampling_masks import Truncation
 from qarl.metrics.step_metrics import mismatch_metrics
 from qarl.step.old_log_probs import (
     PassSchedule,

@@ -28,7 +28,8 @@ from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.kernels.cpu.layer_ops import longest_shared_prompt
 from qarl.kernels.gather import rows_of
-from qarl.kernels.log_probs import LOGITS_AT_A_TIME, LogitsInBlocks, Truncation, WholeLogits
+from qarl.kernels.log_probs import LOGITS_AT_A_TIME, LogitsInBlocks, WholeLogits
+from qarl.kernels.sampling_masks import Truncation
 from qarl.lora.layers import Adapters
 from qarl.progress import live
 from qarl.quant.convert import quantize_model
@@ -154,9 +155,11 @@ class Policy:
         self.report = f"{linears}\n{aligned}" + (f"\n{self.adapters}" if self.adapters else "")
 
     @classmethod
-    def load(cls, config: Config) -> Policy:
+    def load(cls, config: Config, *, recompute: bool | None = None) -> Policy:
         """Load `model.path` in `model.dtype` and quantize its linears as the section `quant` says. Raise UserError if
-        the model cannot be loaded, or if a weight does not fit into that dtype."""
+        the model cannot be loaded, or if a weight does not fit into that dtype.
+
+        `recompute`: whether the backward recomputes activations. None is true only if the config says so."""
         from transformers import AutoModelForCausalLM
 
         quant = config.quant
@@ -188,8 +191,10 @@ class Policy:
             raise lacks_tensors(config.model.path, loading["missing_keys"])
         check_finite(model, config.model.dtype)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model.train(config.model.gradient_checkpointing)
-        if config.model.gradient_checkpointing:
+        if recompute is None:
+            recompute = config.model.gradient_checkpointing is True
+        model.train(recompute)
+        if recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         scheme = get_scheme(quant.scheme, group_size=quant.group_size)
         return cls(
@@ -246,14 +251,28 @@ class Policy:
         `truncation`: top-p and top-k. Pass it only to compute the old log-probs. It stores the tokens that top-p and
         top-k leave in `batch.sampling_mask`. If that is set, each softmax is over these tokens only.
         """
-        return self.response_log_probs_and_top(
-            batch, rows, temperature=temperature, truncation=truncation
-        )[0]
+        layout, log_probs, _ = self._of_tokens(batch, rows, temperature, truncation)
+        return layout.to_responses(log_probs)
 
     def response_log_probs_and_top(
         self, batch: Batch, rows: Rows, *, temperature: float, truncation: Truncation | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return `response_log_probs` and the likeliest token at each position (int64; 0 on padding).
+        """Return `response_log_probs` and the likeliest token at each position (int64; 0 on padding)."""
+        layout, log_probs, top = self._of_tokens(
+            batch, rows, temperature, truncation, likeliest=True
+        )
+        return layout.to_responses(log_probs), layout.to_responses(top)
+
+    def _of_tokens(
+        self,
+        batch: Batch,
+        rows: Rows,
+        temperature: float,
+        truncation: Truncation | None,
+        *,
+        likeliest: bool = False,
+    ) -> tuple[Layout, Tensor, Tensor]:
+        """Return the layout of a forward, and for each response token its log-prob and, if `likeliest`, the likeliest.
 
         The logits are BF16 or FP32, like the engine's (`model.head_dtype`). They are converted to FP32 before the
         temperature and the softmax.
@@ -269,8 +288,10 @@ class Policy:
         sampled_from = None
         if batch.sampling_mask is not None:
             sampled_from = layout.of_responses(batch.sampling_mask[index])
-        log_probs, top = logits.log_probs(tokens, temperature=temperature, mask=sampled_from)
-        return layout.to_responses(log_probs), layout.to_responses(top)
+        log_probs, top = logits.log_probs(
+            tokens, temperature=temperature, mask=sampled_from, likeliest=likeliest
+        )
+        return layout, log_probs, top
 
     def lay_out(self, batch: Batch, rows: Rows) -> Layout:
         """Return the layout of `batch[rows]` in a forward."""

@@ -55,7 +55,7 @@ def log_probs_of_rows(
     tokens = layout.of_responses(batch.responses[rows])
     with policy.routing(batch, rows, layout):
         logits = policy.logits(batch, rows, layout)
-    log_probs, _ = logits.log_probs(tokens, temperature=temperature)
+    log_probs, _ = logits.log_probs(tokens, temperature=temperature, likeliest=False)
     if not entropies:
         entropy = None
     elif isinstance(logits, LogitsInBlocks):

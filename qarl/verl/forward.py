@@ -133,15 +133,13 @@ class LogProbHead(nn.Linear):
             weight = weight.float()
         if request is None:
             return bf16_linear.linear(input, weight)
-        compute = log_probs_and_entropies if request.entropy else chosen_log_probs
-        log_probs, second = compute(
-            input,
-            weight,
-            request.tokens,
-            temperature=request.temperature,
-            vocabulary=self.vocabulary,
-        )
-        request.entropies = second if request.entropy else None
+        how: Any = {"temperature": request.temperature, "vocabulary": self.vocabulary}
+        if request.entropy:
+            log_probs, request.entropies = log_probs_and_entropies(
+                input, weight, request.tokens, **how
+            )
+        else:
+            log_probs, _ = chosen_log_probs(input, weight, request.tokens, likeliest=False, **how)
         return log_probs[None, :, None]
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gpu_lock import load_libcuda, pretend
 
-from qarl.kernels.log_probs import Truncation, sampling_mask
+from qarl.kernels.sampling_masks import Truncation, sampling_mask
 from qarl.rollout.completions import sampled_log_probs, top_tokens
 
 ROWS, VOCABULARY = 8, 640

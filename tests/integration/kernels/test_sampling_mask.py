@@ -7,11 +7,9 @@ import math
 import pytest
 import torch
 
-from qarl.kernels.log_probs import (
-    LogitsInBlocks,
+from qarl.kernels.log_probs import LogitsInBlocks, chosen_log_probs, log_probs_of_logits
+from qarl.kernels.sampling_masks import (
     Truncation,
-    chosen_log_probs,
-    log_probs_of_logits,
     pack,
     packed_sampling_mask,
     packed_width,

@@ -23,6 +23,7 @@ from qarl.kernels.log_probs import (
     log_probs_of_logits,
     rows_at_a_time,
 )
+from qarl.kernels.sampling_masks import pack
 from qarl.rollout.requests import RolloutBatch
 from qarl.schemes import get_scheme
 from qarl.trainer import policy as policy_module
@@ -155,9 +156,7 @@ def test_parts_of_rows_have_torchs_bits_and_a_gradient_as_near_to_float64(
         scaled = (wide / temperature).masked_fill(~mask, -torch.inf)
         return scaled.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
-    log_probs, top = log_probs_of_logits(
-        logits, tokens, temperature=temperature, mask=kernel.pack(mask)
-    )
+    log_probs, top = log_probs_of_logits(logits, tokens, temperature=temperature, mask=pack(mask))
     expected = of_torch(logits.float())
     assert torch.equal(log_probs, expected)
     assert torch.equal(top, logits.float().masked_fill(~mask, -torch.inf).argmax(-1))

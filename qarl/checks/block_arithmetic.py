@@ -3,7 +3,8 @@
     TRANSFORMERS       transformers' own, at levels `off` and `linears`
     FP32_ATTENTION     `qarl.align` on a CPU, with attention in PyTorch
     ENGINE_ATTENTION   the same, with the engine's attention
-    CUDA               `qarl.align.cuda`, for dense models: each operator saves its BF16 inputs, and a linear its input
+    CUDA               `qarl.align.cuda`: each operator saves its BF16 inputs, and a linear its input; attention also its
+                       output and log-sums
 
 A test compares each with autograd. Does not import torch.
 """
@@ -83,7 +84,7 @@ CUDA = BlockArithmetic(
     norm_scale=0,
     qkv=2,
     attention=2,
-    log_sum_exp=0,
+    log_sum_exp=4,
     rotary=8,
     mlp=6,
 )

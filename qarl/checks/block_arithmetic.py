@@ -3,8 +3,8 @@
     TRANSFORMERS       transformers' own, at levels `off` and `linears`
     FP32_ATTENTION     `qarl.align` on a CPU, with attention in PyTorch
     ENGINE_ATTENTION   the same, with the engine's attention
-    CUDA               `qarl.align.cuda`: each operator saves its BF16 inputs, and a linear its input; attention also its
-                       output and log-sums
+    CUDA               `qarl.align.cuda`: each operator saves its BF16 inputs, and a linear its input; attention also
+                       its output and log-sums
 
 A test compares each with autograd. Does not import torch.
 """

@@ -6,7 +6,7 @@ requests all have one. vLLM's `forward_native` of the same class draws only what
 vLLM chooses between them when it makes the sampler; this chooses again. With 49,152 words the unused noise took a
 fifth of a rollout of SmolLM2-135M's shape.
 
-vLLM 0.29 has no extension point for this:
+vLLM has no extension point for this:
 
 - The runner for CPUs makes its `Sampler`, and that its `TopKTopPSampler`, by name, and asks the platform only for its
   kind. `model_state.custom_sampler` exists only in the other runner (vllm/v1/worker/gpu/), which is for GPUs.

@@ -14,7 +14,10 @@ FILES = [path for path in sorted((ROOT / "qarl").rglob("*.py")) if path.parent.n
 SHARED = ("base", "registry", "kernel_choice", "checkpoint_config", "plan_terms")
 """Modules of qarl/schemes that are about all schemes."""
 OTHER_MEANINGS = {
-    "qarl/bench/plan/devices.py": ("fp8",),  # a rate of a data sheet
+    # rates of a data sheet
+    "qarl/bench/plan/devices.py": ("fp8",),
+    "qarl/kernels/cuda/vllm_linears.py": ("fp8",),
+    "qarl/kernels/triton/linears.py": ("fp8",),
     # vLLM's name for a kind of kernels
     "qarl/rollout/vllm_plugin/own_linears.py": ("fp8",),
     "qarl/rollout/vllm_plugin/cuda_linears.py": ("fp8",),

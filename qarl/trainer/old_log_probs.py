@@ -102,9 +102,10 @@ class OldLogProbs:
         rollout = batch.rollout_log_probs
         differing = differing_tokens(own, rollout, batch.response_mask, self.within)
         if self.schedule.recomputed(differing):
+            but_for = f" but for {self.within:g}" if self.within else ""
             self.messages.append(
-                "the trainer's log-probs equal the rollout's on every token, so the next step does not recompute the "
-                "old log-probs (actor.old_log_probs=auto)"
+                f"the trainer's log-probs equal the rollout's on every token{but_for}, so the next step does not "
+                "recompute the old log-probs (actor.old_log_probs=auto)"
             )
         return own
 

@@ -24,7 +24,7 @@ STEP_BYTES = 8 * 2**10
 """Allowance for the metrics and samples of one step."""
 HEADER_BYTES = 2**20
 """Allowance for the headers of a file of tensors."""
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
 
 
 @dataclass(frozen=True)

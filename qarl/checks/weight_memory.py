@@ -166,7 +166,7 @@ class LowBitBytes:
     wire        each weight's published tensors, by name
     prepared    the same in the layout of its kernel, or 0 if the kernel reads the published tensors
     transient   each BF16 weight [N, K] that the backward makes and drops, and the largest stack of experts
-    saved        each BF16 weight that the forward makes and the backward multiplies
+    saved       each BF16 weight that the forward makes and the backward multiplies
     """
 
     wire: Mapping[str, int]

@@ -58,8 +58,8 @@ def save(output: Path, about: Mapping[str, object]) -> str:
     starts = range(0, len(data), PIECE)
     for number, start in enumerate(starts):
         (output / f"{NAME}.{number}").write_bytes(data[start : start + PIECE])
-    kept = f"caches: {len(files) - left_out} files, {len(data) / 2**20:.1f} MiB in {len(starts)} pieces"
-    return f"{kept}; no room for {left_out}" if left_out else kept
+    summary = f"caches: {len(files) - left_out} files, {len(data) / 2**20:.1f} MiB in {len(starts)} pieces"
+    return f"{summary}; no room for {left_out}" if left_out else summary
 
 
 def restore(source: Path, about: Mapping[str, object]) -> str:

@@ -85,7 +85,7 @@ CUDA = BlockArithmetic(
     qkv=2,
     attention=2,
     log_sum_exp=4,
-    rotary=8,
+    rotary=0,
     mlp=6,
 )
 

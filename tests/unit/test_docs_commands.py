@@ -22,7 +22,7 @@ from qarl.config.demos import DEMOS
 PAGES = sorted(path for shelf in ("learn", "do") for path in (ROOT / "docs" / shelf).glob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:qarl |python -m qarl\.)(.*)")
-PLACEHOLDER = re.compile(r"NAME|FILE|FOLDER|DIR|REV|key=value|\[|sort_digits|\.\.\.")
+PLACEHOLDER = re.compile(r"NAME|FILE|FOLDER|DIR|REV|key=value|\[|sort_digits|guessing_game|\.\.\.")
 RUNS = ("train", "doctor", "diagnose")
 
 

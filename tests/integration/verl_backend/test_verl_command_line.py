@@ -158,7 +158,7 @@ def test_w4a8_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
             composed("+qarl=w4a16", f"{QUANT}.scheme=w4a8"), task_function=None
         )
     text = capsys.readouterr().err
-    assert text.startswith("error: QaRL's actor for verl does not support w4a8")
+    assert text.startswith("error: w4a8 rollouts are refused")
     assert "Instantiation" not in text
 
 

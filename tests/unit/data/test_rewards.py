@@ -105,7 +105,7 @@ def test_functions_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("nothing_alike", "arithmetic, math_verify"),
+        ("nothing_alike", "arithmetic, environment, math_verify"),
         ("no_such_module:f", r"cannot load no_such_module[\s\S]*ModuleNotFoundError"),
         ("FOLDER/none.py:f", "No such file"),
         ("FOLDER/broken.py:f", r"cannot load[\s\S]*ZeroDivisionError"),

@@ -50,8 +50,8 @@ class NotExported(StorageError):
             self.left = f"the newest checkpoint is {folder}"
             command = shlex.join(["qarl", "export", f"run={run_dir}", f"step={saved_step}"])
             self.again = (
-                f"the same command then resumes and exports, and `{command} output=FOLDER` exports this checkpoint "
-                "to another disk"
+                "with room for a checkpoint and the export the same command resumes and exports, and "
+                f"`{command} output=FOLDER` exports this checkpoint to another disk"
             )
         super().__init__(
             f"the model after step {step} could not be exported",

@@ -54,7 +54,7 @@ def _failure(error: BaseException) -> Failure:
 
 
 def outcome_of(result: Any) -> Reply | Refused:
-    """Return the reply in the `result` of an environment, or the refusal of a result that is none."""
+    """Return the reply in the `result` of an environment, or the refusal of an invalid result."""
     try:
         reply = reply_of(result)
         check_can_travel(reply.messages)

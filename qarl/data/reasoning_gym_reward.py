@@ -105,9 +105,9 @@ class _Limit:
     """A context that raises `_TooLong` after `cpu_seconds`, and again while the block goes on. `is_over`: whether it
     did. Only a main thread, as a reward's, has such a limit.
 
-    A scorer may have `except:` around what takes long, which catches `_TooLong`, too. So it is raised a second time in
-    the line that is executed next, which lies in the `except` and so is caught by none of its own; and all of this
-    is done again after `_AGAIN_SECONDS` of the processor."""
+    A scorer may have `except:` around slow code, which catches `_TooLong`, too. So it is raised again in the next line
+    that is executed, which is inside that `except`, so that it is not caught there. If the block still goes on, both
+    happen again every `_AGAIN_SECONDS` of processor time."""
 
     def __init__(self, cpu_seconds: float) -> None:
         self.is_over = False

@@ -155,11 +155,9 @@ class Policy:
         self.report = f"{linears}\n{aligned}" + (f"\n{self.adapters}" if self.adapters else "")
 
     @classmethod
-    def load(cls, config: Config, *, recompute: bool | None = None) -> Policy:
+    def load(cls, config: Config) -> Policy:
         """Load `model.path` in `model.dtype` and quantize its linears as the section `quant` says. Raise UserError if
-        the model cannot be loaded, or if a weight does not fit into that dtype.
-
-        `recompute`: whether the backward recomputes activations. None is true only if the config says so."""
+        the model cannot be loaded, or if a weight does not fit into that dtype."""
         from transformers import AutoModelForCausalLM
 
         quant = config.quant
@@ -191,10 +189,8 @@ class Policy:
             raise lacks_tensors(config.model.path, loading["missing_keys"])
         check_finite(model, config.model.dtype)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if recompute is None:
-            recompute = config.model.gradient_checkpointing is True
-        model.train(recompute)
-        if recompute:
+        model.train(config.model.gradient_checkpointing)
+        if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         scheme = get_scheme(quant.scheme, group_size=quant.group_size)
         return cls(

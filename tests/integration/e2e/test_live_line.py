@@ -119,7 +119,7 @@ def test_ctrl_c_within_a_step_leaves_the_terminal_clean(tmp_path: Path) -> None:
 
 def test_a_terminal_that_is_closed_within_a_step_lets_it_end(tmp_path: Path) -> None:
     """The kernel sends SIGHUP, and nothing can be written to the terminal any more."""
-    close = lambda pid, written: LIVE.search(written) is not None  # noqa: E731
+    close = lambda pid, written: LIVE.search(written) is not None  # noqa: E731  one line of a condition
     code, written = on_a_terminal(arguments(tmp_path), close)
     assert code == 129, written[-3000:]
     run_dir = tmp_path / "quickstart"

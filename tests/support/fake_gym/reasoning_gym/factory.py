@@ -62,7 +62,7 @@ class Sums:
             try:
                 while True:
                     sum(range(1000))
-            except:  # noqa: E722
+            except:  # noqa: E722  as above
                 pass
         a, b = entry["metadata"]["pair"]
         assert isinstance(entry["metadata"]["pair"], tuple)

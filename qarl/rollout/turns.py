@@ -8,7 +8,7 @@ held in sessions instead (`qarl.rollout.sessions`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -190,8 +190,14 @@ class _Rollout:
         self._sessions = Sessions()
         try:
             yield
-        finally:
+        except BaseException:
+            # An engine that is lost refuses this, too. Its first error says why.
+            with suppress(Exception):
+                self._sessions.close(self._engine.llm)
+            raise
+        else:
             self._sessions.close(self._engine.llm)
+        finally:
             self._sessions = None
 
     def sample(self, requests: Sequence[Request]) -> list[Sampled]:

@@ -70,9 +70,10 @@ def record_of(
     `train`, `val`: its prompts. `weight_files`: the safetensors files of `model.path`; empty for a model of the Hub,
     whose commit is recorded instead."""
     reference = reference_digest(weight_files, hf_config) if has_reference(config) else None
+    variables = config.data.apply_chat_template_kwargs
     record = model_record(hf_config, tokenizer, config.model.path) | {
-        "train": prompts_record(train, tokenizer),
-        "val": prompts_record(val, tokenizer) if val else None,
+        "train": prompts_record(train, tokenizer, variables),
+        "val": prompts_record(val, tokenizer, variables) if val else None,
         "reward": reward_source(config.reward.function),
         "scorer": scorer_version(config.reward.function),
         "environment": reward_source(config.rollout.environment or ""),
@@ -120,12 +121,15 @@ def tokenizer_digests(tokenizer: Any) -> dict[str, str]:
     return {"vocabulary": text_digest(repr(vocabulary)), "decoding": text_digest(repr(texts))}
 
 
-def prompts_record(prompts: Sequence[Prompt], tokenizer: Any) -> Record:
-    """Return the number of prompts and the digests of their columns. If the chat template writes today's date, also the
-    date, and a digest that does not depend on it."""
+def prompts_record(
+    prompts: Sequence[Prompt], tokenizer: Any, variables: Mapping[str, Any]
+) -> Record:
+    """Return the number of prompts and the digests of their columns. If the chat template, with its `variables`, writes
+    today's date, also the date, and a digest that does not depend on it."""
     record: Record = {"prompts": len(prompts), **column_digests(prompts)}
-    if dates := written_dates(tokenizer, (prompt.messages for prompt in prompts)):
-        record |= {"dates": dates, "undated": undated_digest(tokenizer, prompts)}
+    if dates := written_dates(tokenizer, (prompt.messages for prompt in prompts), variables):
+        undated = undated_digest(tokenizer, prompts, variables)
+        record |= {"dates": dates, "undated": undated}
     return record
 
 

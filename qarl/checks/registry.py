@@ -275,8 +275,9 @@ def _train_prompts(
         )
 
 
-def _date(tokenizer: Any, train_prompts: PromptDataset) -> Findings:
-    if dates := written_dates(tokenizer, (prompt.messages for prompt in train_prompts)):
+def _date(config: Config, tokenizer: Any, train_prompts: PromptDataset) -> Findings:
+    messages = (prompt.messages for prompt in train_prompts)
+    if dates := written_dates(tokenizer, messages, config.data.apply_chat_template_kwargs):
         today = ", ".join(dates.values())
         yield warning(
             f"the chat template writes today's date into the prompts ({today}): tomorrow the prompts are others, and a "

@@ -121,6 +121,7 @@ model_name_or_path | model.path | It is a folder or a name on the Hub.
 pretrain | model.path | It is a folder or a name on the Hub.
 prompt_data | data.train_files | It is a list of files in verl's schema.
 eval_dataset | data.val_files | It is a list of files in verl's schema.
+chat_template_kwargs | data.apply_chat_template_kwargs | Each name must be one of the template's variables.
 input_key | data.prompt_key | It names the column of the prompt.
 prompt_max_len | data.max_prompt_length | It is in tokens.
 generate_max_len | data.max_response_length | It is in tokens.

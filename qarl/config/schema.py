@@ -104,6 +104,10 @@ class DataConfig(Section):
     filter_overlong_prompts: bool = False
     """Leave out prompts longer than max_prompt_length. If false, such a prompt is an error."""
 
+    apply_chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template by name, for example {enable_thinking: false} with Qwen3, which then writes an
+    empty thought in front of the response. Each must be named in the template."""
+
 
 class RewardConfig(Section):
     """How a response is scored."""

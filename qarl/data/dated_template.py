@@ -22,9 +22,10 @@ _LOOKED_AT = 256
 
 
 def written_dates(
-    tokenizer: Any, messages: Iterable[Sequence[Mapping[str, str]]]
+    tokenizer: Any, messages: Iterable[Sequence[Mapping[str, str]]], variables: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return the dates that the template writes into the first of `messages` (each is one chat) now, by their format.
+    `variables`: of `data.apply_chat_template_kwargs`.
 
     The result is like {"%d %b %Y": "29 Nov 2026"}. It is empty if the template writes none, and if it cannot be
     rendered."""
@@ -37,22 +38,20 @@ def written_dates(
             return asked.setdefault(form, datetime.now().strftime(form))
 
         try:
-            if _rendered(tokenizer, chat, today) != _rendered(tokenizer, chat, _FIXED_DAY.strftime):
+            fixed = _rendered(tokenizer, chat, _FIXED_DAY.strftime, variables)
+            if _rendered(tokenizer, chat, today, variables) != fixed:
                 return asked
         except Exception:  # templates raise their own errors, which reading the prompts reports
             return {}
     return {}
 
 
-def undated_digest(tokenizer: Any, prompts: Iterable[Prompt]) -> str:
-    """Return the SHA-256 of the text of all prompts, rendered as on a fixed day."""
+def undated_digest(tokenizer: Any, prompts: Iterable[Prompt], variables: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the text of all prompts, rendered with `variables` as on a fixed day."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(
-            _rendered(tokenizer, prompt.messages, _FIXED_DAY.strftime).encode(
-                errors="surrogatepass"
-            )
-        )
+        text = _rendered(tokenizer, prompt.messages, _FIXED_DAY.strftime, variables)
+        digest.update(text.encode(errors="surrogatepass"))
         digest.update(b"\0")
     return digest.hexdigest()
 
@@ -69,7 +68,10 @@ def _source(tokenizer: Any) -> str:
 
 
 def _rendered(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], today: Callable[[str], str]
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, str]],
+    today: Callable[[str], str],
+    variables: Mapping[str, Any],
 ) -> str:
-    options = {"add_generation_prompt": True, "tokenize": False, _FUNCTION: today}
+    options = {**variables, "add_generation_prompt": True, "tokenize": False, _FUNCTION: today}
     return str(tokenizer.apply_chat_template([dict(message) for message in messages], **options))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from qarl.config import Config
+from qarl.data.chat_variables import check_variables
 from qarl.data.rows import read_rows
 from qarl.errors import UserError, shortened
 
@@ -62,17 +63,22 @@ def load_prompts(
     prompt_key: str = "prompt",
     max_prompt_length: int,
     filter_overlong_prompts: bool = False,
+    apply_chat_template_kwargs: Mapping[str, Any] | None = None,
     limit: int | None = None,
 ) -> PromptDataset:
     """Read `files` (.parquet, .jsonl, .json), check their rows, and tokenize their prompts.
 
-    `max_prompt_length`: in tokens. `limit`: stop after this number of usable prompts and ignore later rows.
+    `max_prompt_length`: in tokens. `apply_chat_template_kwargs`: variables of the chat template. `limit`: stop after
+    this number of usable prompts and ignore later rows.
 
     Raises:
-        UserError: a file, column or row is missing or invalid, the chat template refuses a row, a prompt is too long
+        UserError: a file, column or row is missing or invalid, the chat template refuses a row or lacks a variable, a
+            prompt is too long
             (unless `filter_overlong_prompts` is on), or all prompts are too long.
     """
     files = [files] if isinstance(files, str) else list(files)
+    variables = apply_chat_template_kwargs or {}
+    check_variables(tokenizer, variables)
     prompts: list[Prompt] = []
     overlong: list[tuple[str, int]] = []
     columns: set[str] = set()
@@ -84,7 +90,7 @@ def load_prompts(
             if limit is not None and len(prompts) >= limit:
                 break
             where = f"{file}, row {row_number}"
-            prompt = _to_prompt(row, offset + row_number, where, tokenizer, prompt_key)
+            prompt = _to_prompt(row, offset + row_number, where, tokenizer, prompt_key, variables)
             if len(prompt.prompt_token_ids) > max_prompt_length:
                 overlong.append((where, len(prompt.prompt_token_ids)))
             else:
@@ -164,6 +170,7 @@ def _to_prompt(
     where: str,
     tokenizer: PreTrainedTokenizerBase,
     prompt_key: str,
+    variables: Mapping[str, Any],
 ) -> Prompt:
     try:
         checked = _Row.model_validate({**row, "prompt": row[prompt_key]})
@@ -186,7 +193,7 @@ def _to_prompt(
         )
     try:
         token_ids: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **variables
         )
     except Exception as error:  # templates raise their own errors, for example for an unknown role
         if getattr(tokenizer, "chat_template", None) is None:
@@ -308,5 +315,10 @@ def load_val_prompts(config: Config, tokenizer: Any) -> PromptDataset | list[Any
 
 def prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
     """Return the arguments of `load_prompts` that training and evaluation share."""
-    names = ("prompt_key", "max_prompt_length", "filter_overlong_prompts")
+    names = (
+        "prompt_key",
+        "max_prompt_length",
+        "filter_overlong_prompts",
+        "apply_chat_template_kwargs",
+    )
     return {"tokenizer": tokenizer, **{name: getattr(config.data, name) for name in names}}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+import yaml
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from qarl.checkpoint.export_folder import step_of
@@ -24,9 +25,24 @@ TASK_LENGTHS = (4096, 2048)
 for 2048 tokens."""
 FILE_LENGTHS = (1024, 2048)
 """Tokens of prompts and of responses for files, if neither arguments nor a run say otherwise."""
-_OF_FILES = ("files", "reward", "n", "temperature", "keep_special_tokens")
+_OF_FILES = (
+    "files",
+    "reward",
+    "n",
+    "temperature",
+    "keep_special_tokens",
+    "apply_chat_template_kwargs",
+)
 _OF_TASKS = ("include_path", "num_fewshot", "apply_chat_template")
 _Count = Annotated[int, Field(gt=0)]
+
+
+def _parsed(text: Any) -> Any:
+    """Return the value of a mapping that is written as on the command line of `qarl train`."""
+    try:
+        return yaml.safe_load(text) if isinstance(text, str) else text
+    except yaml.YAMLError as error:
+        raise ValueError("it is not a YAML mapping such as {enable_thinking: false}") from error
 
 
 @dataclass(frozen=True, config={"extra": "forbid"})
@@ -46,6 +62,7 @@ class EvalRequest:
     seed: int = 0
     output: OutputFile | None = None
     keep_special_tokens: bool = False
+    apply_chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_parsed)] = None
     trust_remote_code: bool = False
     tasks: str | None = None
     include_path: Path | None = None

@@ -114,6 +114,8 @@ def _prompts(request: EvalRequest, settings: Settings, folder: Path) -> list[Pro
         prompt_options(settings.config, tokenizer) if settings.config else {"tokenizer": tokenizer}
     )
     options |= {"max_prompt_length": settings.max_prompt_length, "limit": request.limit}
+    if request.apply_chat_template_kwargs is not None:
+        options["apply_chat_template_kwargs"] = request.apply_chat_template_kwargs
     prompts = load_prompts(settings.files, **options)
     asked = [replace(prompt, samples=request.n or prompt.samples or 1) for prompt in prompts]
     if settings.temperature == 0 and any(prompt.samples != 1 for prompt in asked):

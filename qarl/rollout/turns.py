@@ -7,7 +7,7 @@ held in sessions instead (`qarl.rollout.sessions`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -73,6 +73,7 @@ def conversations_of(
         stop_token_ids,
         limits_of(config),
         keep_special_tokens=config.reward.keep_special_tokens,
+        variables=config.data.apply_chat_template_kwargs,
     )
 
 
@@ -81,6 +82,7 @@ class Conversations:
     """Holds conversations with an `environment`. `stop_token_ids`: those at which the engine ends a turn.
 
     `keep_special_tokens`: as `reward.keep_special_tokens`, for the text of a turn that the environment reads.
+    `variables`: of the chat template, by name.
     `sessions`: number of conversations that are held in sessions at a time; None: each turn is a request of its own."""
 
     environment: Environment
@@ -88,12 +90,13 @@ class Conversations:
     stop_token_ids: Sequence[int]
     limits: Limits
     keep_special_tokens: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
     sessions: int | None = None
     frame: ChatFrame = field(init=False)
     _warnings: int = 0
 
     def __post_init__(self) -> None:
-        self.frame = ChatFrame(self.tokenizer, self.stop_token_ids)
+        self.frame = ChatFrame(self.tokenizer, self.stop_token_ids, self.variables)
 
     def hold(
         self,

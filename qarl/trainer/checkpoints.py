@@ -266,7 +266,8 @@ def _other_prompts(trainer: LocalTrainer) -> UserError:
     why = "the files, the tokenizer or the chat template have changed since the checkpoint was written"
     fix = "restore the old files, tokenizer and chat template, or start fresh with a new name=..."
     messages = (prompt.messages for prompt in trainer.parts.train_prompts)
-    if dates := written_dates(trainer.tokenizer, messages):
+    variables = trainer.config.data.apply_chat_template_kwargs
+    if dates := written_dates(trainer.tokenizer, messages, variables):
         why += f"; the template writes today's date ({', '.join(dates.values())})"
         fix += (
             f". If only the date differs: {fixed_date(dates)}, but with the date of the run's start"

@@ -17,7 +17,7 @@ is what keeps the sampled ids.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from qarl.errors import UserError, shortened
@@ -29,10 +29,17 @@ _ASKED = {"role": "user", "content": "?"}
 
 
 class ChatFrame:
-    """The frames of a tokenizer's chat template. `stop_token_ids`: those at which the engine ends a turn."""
+    """The frames of a tokenizer's chat template. `stop_token_ids`: those at which the engine ends a turn. `variables`:
+    those of the template, by name."""
 
-    def __init__(self, tokenizer: Any, stop_token_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_token_ids: Collection[int],
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._variables = dict(variables or {})
         self._stops = frozenset(stop_token_ids)
         self._end = self._end_of_turn()
 
@@ -112,7 +119,7 @@ class ChatFrame:
 
     def _text(self, messages: Sequence[Message], *, start: bool) -> str:
         text = self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=start, tokenize=False
+            list(messages), add_generation_prompt=start, tokenize=False, **self._variables
         )
         if not isinstance(text, str):
             raise TypeError(f"it rendered {shortened(text)}")

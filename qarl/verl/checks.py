@@ -49,12 +49,13 @@ def refuse_own(config: Config) -> None:
     for key in config.verl:
         plain = key.removeprefix("+")
         corrects = plain.startswith(CORRECTION) and config.actor.loss != "tbpo"
-        if plain in OWN_KEYS or corrects:
+        own = next((key for key in OWN_KEYS if f"{plain}.".startswith(f"{key}.")), None)
+        if own or corrects:
             raise UserError(
                 f"the section verl sets {key}, but QaRL has its own keys for that",
                 where=f"verl.{key}",
                 why="QaRL would check, resume and measure a different run from the one that verl makes",
-                fix=f"set {OWN_KEYS.get(plain, 'the keys of the section rollout_correction')} instead",
+                fix=f"set {OWN_KEYS[own] if own else 'the keys of the section rollout_correction'} instead",
             )
 
 

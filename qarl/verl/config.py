@@ -95,6 +95,10 @@ def data_keys(config: Config) -> Keys:
         "data.val_max_samples": limit if data.val_files else 1,
         **same("data", data, "train_batch_size", "max_prompt_length", "max_response_length"),
         **same("data", data, "shuffle", "prompt_key", "filter_overlong_prompts"),
+        **{
+            f"+data.apply_chat_template_kwargs.{name}": value
+            for name, value in data.apply_chat_template_kwargs.items()
+        },
         "data.seed": config.seed,
         "data.truncation": "error",
         "data.custom_cls.path": f"pkg://{PLUGIN}.dataset",

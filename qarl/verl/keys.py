@@ -26,6 +26,7 @@ OWN_KEYS = {
     f"{MODEL}.tokenizer_path": "model.path",
     "data.train_files": "data.train_files",
     "data.val_files": "data.val_files",
+    "data.apply_chat_template_kwargs": "data.apply_chat_template_kwargs",
     "trainer.total_training_steps": "trainer.total_training_steps",
     "trainer.total_epochs": "trainer.total_training_steps",
     "trainer.resume_mode": "trainer.resume_mode",
@@ -37,8 +38,8 @@ OWN_KEYS = {
     "reward.custom_reward_function.path": "reward.function",
     "reward.custom_reward_function.name": "reward.function",
 }
-"""verl's keys that the section `verl` may not set, each with QaRL's key to set instead. QaRL reads only its own keys to
-check model, data and reward, to choose the checkpoint and to decide whether the run is finished."""
+"""verl's keys that the section `verl` may not set, nor keys below them, each with QaRL's key to set instead. QaRL reads
+only its own to check model, data and reward, to choose the checkpoint and to decide whether the run is finished."""
 BATCH_KEYS = {
     f"{ACTOR}.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_gpu",

@@ -11,6 +11,7 @@ from bad_runs import row, write_rows
 from random_models import save_tokenizer
 from smollm2 import skip_unless_installed
 
+from qarl.config.command_arguments import read_request
 from qarl.data.entry_text import to_text
 from qarl.errors import UserError
 from qarl.eval import evaluate
@@ -95,3 +96,20 @@ def test_a_task_of_reasoning_gym(model: Path, capsys: pytest.CaptureFixture[str]
     request = EvalRequest(model, files="x.jsonl", reward="reasoning_gym")
     assert "| 50.0% " in evaluate.evaluate(request, settings_of(request))
     assert "ground truths" not in capsys.readouterr().err
+
+
+def test_variables_of_a_chat_template_in_an_evaluation(model: Path) -> None:
+    write_rows("x.jsonl", [row(ground_truth="t7")])
+    words = [str(model), "files=x.jsonl", "reward=mine.py:ends"]
+    given = [*words, "apply_chat_template_kwargs={enable_thinking: false}"]
+    request = read_request(EvalRequest, given, example="qarl eval M", positional="model")
+    assert request.apply_chat_template_kwargs == {"enable_thinking": False}
+    with pytest.raises(UserError, match="does not use enable_thinking"):
+        evaluate.evaluate(request, settings_of(request))
+    with pytest.raises(UserError, match="apply_chat_template_kwargs=3"):
+        read_request(
+            EvalRequest,
+            [*words, "apply_chat_template_kwargs=3"],
+            example="qarl eval M",
+            positional="model",
+        )

@@ -52,6 +52,9 @@ rollout.log_prob_micro_batch_size_per_gpu | actor.log_prob_micro_batch_size_per_
 rollout.log_prob_max_token_len_per_gpu | actor.log_prob_max_token_len_per_gpu | The trainer computes them.
 rollout.log_prob_use_dynamic_bsz | actor.use_dynamic_bsz | One key decides for the update, too.
 rollout.calculate_log_probs | actor.old_log_probs | The engine always returns them; this says who uses them.
+algorithm.filter_groups.enable | filter_groups.enable | Groups are compared by their rewards.
+algorithm.filter_groups.metric | filter_groups.enable | Groups are compared by their rewards.
+algorithm.filter_groups.max_num_gen_batches | filter_groups.max_num_gen_batches | It is at least 1.
 rollout.val_kwargs.n | data.val_files | The column __rollout_n__ of these files says how many responses a prompt gets.
 rollout.val_kwargs.temperature | rollout.val_temperature | 0 is greedy.
 rollout.val_kwargs.do_sample | rollout.val_temperature | 0 is greedy.

@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 from qarl.config.actor import ActorConfig, AdvEstimator, RolloutCorrectionConfig
 from qarl.config.checks import check
 from qarl.config.errors import ConfigError, Problem
+from qarl.config.filter_groups import FilterGroupsConfig
 from qarl.config.lora import LoraConfig
 from qarl.config.multi_turn import MultiTurnConfig
 from qarl.config.optim import OptimConfig
@@ -326,6 +327,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig
     multi_turn: MultiTurnConfig = MultiTurnConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     quant: QuantConfig = QuantConfig()
     lora: LoraConfig = LoraConfig()
     actor: ActorConfig

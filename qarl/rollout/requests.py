@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
@@ -47,6 +48,47 @@ class RolloutBatch:
                 self.response_token_ids, self.conversations, strict=True
             )
         ]
+
+    def select(self, rows: Sequence[int]) -> RolloutBatch:
+        """Return these responses, in this order."""
+        return replace(
+            self,
+            **{
+                name: [values[row] for row in rows]
+                for name in _LISTS
+                if (values := getattr(self, name)) is not None
+            },
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[RolloutBatch]) -> RolloutBatch:
+        """Return the responses of all parts, one part after another.
+
+        Raise RuntimeError if the parts were sampled from different weights."""
+        if len(versions := {part.weight_version for part in parts}) > 1:
+            raise RuntimeError(f"responses were sampled from weights of versions {versions}")
+        columns = {name: [getattr(part, name) for part in parts] for name in _LISTS}
+        return replace(
+            parts[0],
+            preemptions=sum(part.preemptions for part in parts),
+            **{
+                name: [*chain(*column)]
+                for name, column in columns.items()
+                if not any(values is None for values in column)
+            },
+        )
+
+
+_LISTS = (
+    "prompt_token_ids",
+    "response_token_ids",
+    "rollout_log_probs",
+    "finish_reasons",
+    "top_token_ids",
+    "routed_experts",
+    "conversations",
+)
+"""The fields of a `RolloutBatch` with an entry per response."""
 
 
 def check_requests(prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> None:

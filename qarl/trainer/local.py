@@ -51,6 +51,7 @@ from qarl.step.updates import is_skipped
 from qarl.tbpo.reading import Unread, read
 from qarl.trainer.advantages import step_advantages
 from qarl.trainer.batch import Batch, Rows, index_of, make_batch, micro_batches, request_seed
+from qarl.trainer.group_filter import Scored, groups_that_differ
 from qarl.trainer.master_optimizer import MasterOptimizer
 from qarl.trainer.mismatch_watch import check_batch, log_step_samples, watch
 from qarl.trainer.old_log_probs import OldLogProbs
@@ -147,22 +148,23 @@ class LocalTrainer:
         """Sample and score responses. Return the batch of this step, and metrics. `top_tokens`: also store the engine's
         likeliest token at each position in the batch."""
         config = self.config
-        prompts = [
-            self.parts.train_prompts[i]
-            for i in next(self.parts.sampler)
-            for _ in range(config.rollout.n)
-        ]
-        seeds = [request_seed(config.seed, self.step, i) for i in range(len(prompts))]
-        with self.timer.phase("rollout"):
-            sampling = SamplingConfig.of_run(config, top_tokens=top_tokens)
-            responses = self.sample(prompts, sampling, seeds, phase="rollout")
-            self.engine.sleep()
-        if responses.weight_version != self.step:
-            raise RuntimeError(
-                f"step {self.step} was sampled from weights of version {responses.weight_version}"
+        sampling = SamplingConfig.of_run(config, top_tokens=top_tokens)
+        sample = partial(self.scored, sampling)
+        keys = config.filter_groups
+        filtered = dict[str, float]()
+        if keys.enable:
+            scored, filtered = groups_that_differ(
+                sample,
+                groups=config.data.train_batch_size,
+                size=config.rollout.n,
+                limit=keys.max_num_gen_batches,
             )
-        with self.timer.phase("reward"):
-            rewards = torch.tensor(self.rewards(prompts, responses))
+            with self.timer.phase("rollout"):
+                self.engine.sleep()
+        else:
+            scored = sample()
+        responses = scored.responses
+        rewards = scored.rewards
         lengths = responses.sampled_lengths
         advantages = step_advantages(config, rewards, lengths)
         batch = make_batch(responses, rewards, advantages, pad_token_id=self.parts.pad_token_id).to(
@@ -179,9 +181,31 @@ class LocalTrainer:
             batch.response_mask,
             vocabulary=vocabulary,
         )
-        return batch, metrics | text_metrics([text]) | {
+        return batch, metrics | text_metrics([text]) | filtered | {
             "rollout/preemptions": float(responses.preemptions)
         }
+
+    def scored(self, sampling: SamplingConfig, number: int = 0) -> Scored:
+        """Sample the responses to the next prompts, and score them. `number`: of this batch within the step."""
+        config = self.config
+        prompts = [
+            self.parts.train_prompts[i]
+            for i in next(self.parts.sampler)
+            for _ in range(config.rollout.n)
+        ]
+        first = number * len(prompts)
+        seeds = [request_seed(config.seed, self.step, first + i) for i in range(len(prompts))]
+        with self.timer.phase("rollout"):
+            responses = self.sample(prompts, sampling, seeds, phase="rollout")
+            if not config.filter_groups.enable:
+                self.engine.sleep()
+        if responses.weight_version != self.step:
+            raise RuntimeError(
+                f"step {self.step} was sampled from weights of version {responses.weight_version}"
+            )
+        with self.timer.phase("reward"):
+            rewards = torch.tensor(self.rewards(prompts, responses))
+        return Scored(prompts, responses, rewards)
 
     def rewards(self, prompts: Sequence[Prompt], responses: RolloutBatch) -> list[float]:
         """Return the reward of each response."""

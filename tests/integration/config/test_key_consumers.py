@@ -61,6 +61,7 @@ RUNS = (
         f"rollout.environment={ROOT}/tests/support/turn_environments.py:three_sums",
         "reward.function=environment",
     ],
+    ["name=filter", "filter_groups.enable=true", "filter_groups.max_num_gen_batches=2"],
     GRPO,
     [
         *GRPO,
@@ -130,6 +131,9 @@ VERL: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     "data.shuffle": (False, "data.shuffle"),
     "data.prompt_key": ("question", "data.prompt_key"),
     "data.filter_overlong_prompts": (True, "data.filter_overlong_prompts"),
+    "data.apply_chat_template_kwargs": (
+        {"enable_thinking": False}, "data.apply_chat_template_kwargs.enable_thinking",
+    ),
     "reward.function": ("math_verify", "reward.custom_reward_function.reward_kwargs"),
     "reward.timeout_s": (None, "reward.custom_reward_function.reward_kwargs"),
     "reward.keep_special_tokens": (True, "reward.reward_manager.name"),
@@ -230,6 +234,8 @@ NOT_VERL: dict[str, tuple[Any, dict[str, Any]]] = {
         (f"multi_turn.{name}" for name in MultiTurnConfig.model_fields),
         (1, {"rollout.environment": "tools.py:answer"}),
     ),
+    "filter_groups.enable": (True, {}),
+    "filter_groups.max_num_gen_batches": (3, {"filter_groups.enable": True}),
     "actor.use_kl_loss": (True, {}),
     "actor.kl_loss_coef": (2.0, {"actor.use_kl_loss": True}),
 }

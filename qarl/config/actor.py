@@ -220,6 +220,10 @@ class ActorConfig(ObjectiveKeys):
     grad_clip: Annotated[float, Sane(1e-4, 1e9)] = Field(default=1.0, gt=0)
     """Largest L2 norm of the whole gradient. A larger gradient is scaled down to it."""
 
+    mask_truncated_responses: bool = False
+    """Leave responses that data.max_response_length has cut off out of the loss and its means (DAPO's overlong
+    filtering). Their rewards count in the means of their groups. Needs backend=local."""
+
     seq_clip_ratio_high: Annotated[float, _BAND] = _tbpo("seq_clip_ratio_high")
     """For a positive advantage, a sequence ratio above 1 + this value gives no gradient. The default is the paper's."""
 

@@ -379,6 +379,14 @@ def adapters_are_served(v: Values) -> Problems:
             yield bad(v, "lora.target_modules", reason, f"remove {name}")
 
 
+def the_punishment_begins_within_the_response(v: Values) -> Problems:
+    key = "reward.overlong_buffer_len"
+    limit = v["data.max_response_length"]
+    if v[key] is not None and v[key] > limit:
+        reason = f"a response has at most data.max_response_length = {limit} tokens"
+        yield bad(v, key, reason, f"set it to at most {limit}; DAPO takes a fifth")
+
+
 def conversations_have_an_environment(v: Values) -> Problems:
     key = "rollout.environment"
     longest = "multi_turn.max_turn_length"
@@ -417,6 +425,7 @@ _CHECKS: tuple[Callable[[Values], Problems], ...] = (
     fp16_is_unquantized,
     bf16_masters_are_rounded,
     adapters_are_served,
+    the_punishment_begins_within_the_response,
     conversations_have_an_environment,
 )
 

@@ -78,6 +78,8 @@ trainer.project_name | name | It also names the folder of the run.
 trainer.default_local_dir | output_dir | The run writes to output_dir/name.
 trainer.max_actor_ckpt_to_keep | trainer.max_ckpt_to_keep | It counts whole checkpoints.
 trainer.log_val_generations | trainer.report | The report shows responses of training.
+reward.reward_kwargs.overlong_buffer_cfg.len | reward.overlong_buffer_len | It is in tokens.
+reward.reward_kwargs.overlong_buffer_cfg.penalty_factor | reward.overlong_penalty_factor | It has the same meaning.
 custom_reward_function.path | reward.function | It is written path/to/file.py:function.
 custom_reward_function.name | reward.function | It is written path/to/file.py:function.
 reward.custom_reward_function.path | reward.function | It is written path/to/file.py:function.
@@ -124,6 +126,7 @@ model_name_or_path | model.path | It is a folder or a name on the Hub.
 pretrain | model.path | It is a folder or a name on the Hub.
 prompt_data | data.train_files | It is a list of files in verl's schema.
 eval_dataset | data.val_files | It is a list of files in verl's schema.
+mask_truncated_completions | actor.mask_truncated_responses | Its reward still counts in the mean of its group.
 chat_template_kwargs | data.apply_chat_template_kwargs | Each name must be one of the template's variables.
 input_key | data.prompt_key | It names the column of the prompt.
 prompt_max_len | data.max_prompt_length | It is in tokens.

@@ -131,6 +131,15 @@ class RewardConfig(Section):
     """Before the run, score the ground truths of the first 64 rows as if they were answers. If fewer than half are
     right, it is an error for a built-in function, and a warning for your own."""
 
+    overlong_buffer_len: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
+    """Soft overlong punishment of DAPO: in training, a response that enters the last overlong_buffer_len tokens before
+    data.max_response_length loses reward, in proportion. null means none. Needs backend=local."""
+
+    overlong_penalty_factor: Annotated[float, Unit("reward"), Sane(0.01, 10)] = Field(
+        default=1.0, gt=0
+    )
+    """What a response of data.max_response_length tokens loses."""
+
     workers: Annotated[int, Unit("processes"), Sane(1, 64)] = Field(default=2, ge=1, le=1024)
     """Most processes that run the function at the same time. Each loads it once, with its model if it has one. Backend
     verl: in each of its reward workers, of which there are 8 in all on GPUs and 1 on a CPU."""

@@ -55,6 +55,7 @@ from qarl.trainer.group_filter import Scored, groups_that_differ
 from qarl.trainer.master_optimizer import MasterOptimizer
 from qarl.trainer.mismatch_watch import check_batch, log_step_samples, watch
 from qarl.trainer.old_log_probs import OldLogProbs
+from qarl.trainer.overlong import mask_truncated, overlong_penalties, penalty_metrics
 from qarl.trainer.policy import Policy
 from qarl.trainer.prepare import RunParts, engine_config
 from qarl.turns.metrics import turn_metrics
@@ -164,12 +165,13 @@ class LocalTrainer:
         else:
             scored = sample()
         responses = scored.responses
-        rewards = scored.rewards
         lengths = responses.sampled_lengths
+        rewards, overlong = self.shaped(scored)
         advantages = step_advantages(config, rewards, lengths)
-        batch = make_batch(responses, rewards, advantages, pad_token_id=self.parts.pad_token_id).to(
-            self.policy.device
-        )
+        batch = make_batch(responses, rewards, advantages, pad_token_id=self.parts.pad_token_id)
+        if config.actor.mask_truncated_responses:
+            overlong |= mask_truncated(batch, responses)
+        batch = batch.to(self.policy.device)
         metrics = response_metrics(rewards, lengths, responses.finish_reasons)
         if responses.conversations is not None:
             metrics |= turn_metrics(responses.conversations)
@@ -181,7 +183,7 @@ class LocalTrainer:
             batch.response_mask,
             vocabulary=vocabulary,
         )
-        return batch, metrics | text_metrics([text]) | filtered | {
+        return batch, metrics | text_metrics([text]) | filtered | overlong | {
             "rollout/preemptions": float(responses.preemptions)
         }
 
@@ -206,6 +208,19 @@ class LocalTrainer:
         with self.timer.phase("reward"):
             rewards = torch.tensor(self.rewards(prompts, responses))
         return Scored(prompts, responses, rewards)
+
+    def shaped(self, scored: Scored) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the rewards with the punishment of long responses, and its metrics."""
+        reward = self.config.reward
+        if reward.overlong_buffer_len is None:
+            return scored.rewards, {}
+        penalties = overlong_penalties(
+            [len(response) for response in scored.responses.response_token_ids],
+            limit=self.config.data.max_response_length,
+            buffer=reward.overlong_buffer_len,
+            factor=reward.overlong_penalty_factor,
+        )
+        return scored.rewards + penalties, penalty_metrics(penalties)
 
     def rewards(self, prompts: Sequence[Prompt], responses: RolloutBatch) -> list[float]:
         """Return the reward of each response."""

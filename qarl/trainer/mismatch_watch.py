@@ -27,9 +27,12 @@ def check_batch(
     *,
     before_first_update: bool,
 ) -> str | None:
-    """Return the warning of `check_mismatch` for this batch, or None. `level`: the policy's `limit_level`.
+    """Return the warning of `check_mismatch` for this batch, or None, also if no token of it was compared.
 
-    Raise MismatchError if the mismatch is over its limit and `before_first_update` is true."""
+    `level`: the policy's `limit_level`. Raise MismatchError if the mismatch is over its limit and
+    `before_first_update` is true."""
+    if "mismatch/abs_mean" not in metrics:
+        return None
     lengths = batch.response_mask.sum(1)
     return StepLimit(config.quant.mismatch_limit, level).check(
         metrics["mismatch/abs_mean"],

@@ -61,7 +61,14 @@ RUNS = (
         f"rollout.environment={ROOT}/tests/support/turn_environments.py:three_sums",
         "reward.function=environment",
     ],
-    ["name=filter", "filter_groups.enable=true", "filter_groups.max_num_gen_batches=2"],
+    [
+        "name=filter",
+        "filter_groups.enable=true",
+        "filter_groups.max_num_gen_batches=2",
+        "reward.overlong_buffer_len=2",
+        "reward.overlong_penalty_factor=0.5",
+        "actor.mask_truncated_responses=true",
+    ],
     GRPO,
     [
         *GRPO,
@@ -236,6 +243,9 @@ NOT_VERL: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "filter_groups.enable": (True, {}),
     "filter_groups.max_num_gen_batches": (3, {"filter_groups.enable": True}),
+    "reward.overlong_buffer_len": (3, {}),
+    "reward.overlong_penalty_factor": (0.5, {"reward.overlong_buffer_len": 3}),
+    "actor.mask_truncated_responses": (True, {}),
     "actor.use_kl_loss": (True, {}),
     "actor.kl_loss_coef": (2.0, {"actor.use_kl_loss": True}),
 }

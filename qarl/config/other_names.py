@@ -55,7 +55,7 @@ rollout.calculate_log_probs | actor.old_log_probs | The engine always returns th
 algorithm.filter_groups.enable | filter_groups.enable | Groups are compared by their rewards.
 algorithm.filter_groups.metric | filter_groups.enable | Groups are compared by their rewards.
 algorithm.filter_groups.max_num_gen_batches | filter_groups.max_num_gen_batches | It is at least 1.
-rollout.val_kwargs.n | data.val_files | The column __rollout_n__ of these files says how many responses a prompt gets.
+rollout.val_kwargs.n | rollout.val_n | The column __rollout_n__ of a row wins.
 rollout.val_kwargs.temperature | rollout.val_temperature | 0 is greedy.
 rollout.val_kwargs.do_sample | rollout.val_temperature | 0 is greedy.
 rollout.val_kwargs.top_p | rollout.val_temperature | Evaluations sample from all tokens.

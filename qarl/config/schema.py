@@ -172,8 +172,11 @@ class RolloutConfig(Section):
     quant.align=model or exact."""
 
     val_temperature: Annotated[float, Sane(0.0, 2.0)] = Field(default=0.0, ge=0)
-    """Sampling temperature of evaluations; 0 is greedy. It can be above 0 only with backend=verl, which can evaluate
-    several responses per problem (scripts/prepare_math_eval.py)."""
+    """Sampling temperature of evaluations; 0 is greedy."""
+
+    val_n: Annotated[int, Unit("responses"), Sane(1, 256)] = Field(default=1, ge=1)
+    """Responses per prompt of an evaluation. A row's column __rollout_n__ wins (scripts/prepare_math_eval.py). More
+    than 1 needs val_temperature above 0."""
 
     max_num_seqs: Annotated[int, Unit("sequences")] = Field(default=256, ge=1)
     """Maximum number of sequences that vLLM decodes at once."""

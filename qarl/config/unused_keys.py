@@ -110,8 +110,8 @@ RULES = (
     ),
     _if("filter_groups.enable", (True,), "filter_groups.max_num_gen_batches"),
     _if("algorithm.adv_estimator", ("grpo", "dr_grpo"), "algorithm.norm_adv_by_std_in_grpo"),
+    Rule("rollout.val_temperature", bool, "set rollout.val_temperature to 0.6", ("rollout.val_n",)),
     _if("trainer.resume_mode", ("resume_path",), "trainer.resume_from_path"),
-    _if("backend", ("verl",), "rollout.val_temperature"),
     Rule("lora.r", bool, "set lora.r", ("lora.alpha", "lora.target_modules")),
     Rule(
         "rollout.environment",

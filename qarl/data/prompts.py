@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
@@ -311,6 +311,14 @@ def load_val_prompts(config: Config, tokenizer: Any) -> PromptDataset | list[Any
     if not (config.trainer.val_before_train or config.trainer.test_freq > 0):
         return []
     return load_prompts(files, limit=limit, **prompt_options(config, tokenizer))
+
+
+def with_samples(prompts: Sequence[Prompt], usual: int) -> list[Prompt]:
+    """Return the prompts with the number of their responses in an evaluation: that of the column `__rollout_n__`, or
+    `usual` if no row has one. Beside rows that have one, a row without it gets one response, as in verl."""
+    if any(prompt.samples for prompt in prompts):
+        usual = 1
+    return [replace(prompt, samples=prompt.samples or usual) for prompt in prompts]
 
 
 def prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:

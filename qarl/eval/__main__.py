@@ -13,7 +13,8 @@ keys:
   reward=NAME         default: the run's reward.function, without a run math_verify
   keep_special_tokens=true  give the reward a response's special tokens; default: the run's, else false
   apply_chat_template_kwargs='{NAME: VALUE}'  variables of the chat template; default: the run's, else none
-  n=N                 responses per prompt; default: the column __rollout_n__ of the file, else 1
+  n=N                 responses per prompt; default: the column __rollout_n__ of the file, else the run's
+                      rollout.val_n, else 1
   temperature=T       default: the run's rollout.val_temperature, else 0, which needs n=1
   max_prompt_length=N, max_response_length=N    in tokens; default: the run's, else 1024 and 2048,
                       or less in this proportion if the model has fewer positions

@@ -25,7 +25,7 @@ from qarl.config.schema import RewardConfig
 from qarl.config.types import TURN_REWARDS
 from qarl.console import say, stage
 from qarl.data.ground_truths import judge, refusal
-from qarl.data.prompts import Prompt, load_prompts, prompt_options
+from qarl.data.prompts import Prompt, load_prompts, prompt_options, with_samples
 from qarl.data.response_text import response_texts
 from qarl.data.reward_workers import Reward
 from qarl.data.scoring import find_reward, score_responses
@@ -117,7 +117,10 @@ def _prompts(request: EvalRequest, settings: Settings, folder: Path) -> list[Pro
     if request.apply_chat_template_kwargs is not None:
         options["apply_chat_template_kwargs"] = request.apply_chat_template_kwargs
     prompts = load_prompts(settings.files, **options)
-    asked = [replace(prompt, samples=request.n or prompt.samples or 1) for prompt in prompts]
+    usual = settings.config.rollout.val_n if settings.config else 1
+    asked = with_samples(prompts, usual)
+    if request.n is not None:
+        asked = [replace(prompt, samples=request.n) for prompt in prompts]
     if settings.temperature == 0 and any(prompt.samples != 1 for prompt in asked):
         fix = "add temperature=0.6, which the paper uses, or n=1"
         raise UserError(

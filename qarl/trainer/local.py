@@ -26,7 +26,7 @@ import torch
 
 from qarl.config import Config
 from qarl.console import stage
-from qarl.data.prompts import Prompt
+from qarl.data.prompts import Prompt, with_samples
 from qarl.data.response_text import response_texts
 from qarl.data.scoring import score_responses
 from qarl.kernels.sampling_masks import Truncation
@@ -60,6 +60,8 @@ from qarl.trainer.policy import Policy
 from qarl.trainer.prepare import RunParts, engine_config
 from qarl.turns.metrics import turn_metrics
 
+EVALUATION = -1
+"""Replaces the step in `request_seed` for sampled evaluations, which so have the same seeds each time."""
 SAMPLED_ROWS = -1
 """Replaces the index in `request_seed` for the random rows that `actor.old_log_probs=auto` checks."""
 
@@ -388,12 +390,21 @@ class LocalTrainer:
         return self.engine.generate(prompts, sampling, seeds)
 
     def evaluate(self) -> dict[str, float]:
-        """Return the mean reward of greedy responses to the held-out prompts, and that of each data source if there are
-        several. With 0/1 rewards, this is accuracy."""
-        prompts = self.parts.val_prompts
+        """Return the mean reward of the responses to the held-out prompts, and that of each data source if there are
+        several. With 0/1 rewards, this is accuracy. A prompt gets one greedy response, or at
+        `rollout.val_temperature` as many as its row (`__rollout_n__`) or `rollout.val_n` says."""
+        keys = self.config.rollout
+        greedy = keys.val_temperature == 0
+        prompts = [
+            prompt
+            for prompt in with_samples(self.parts.val_prompts, keys.val_n)
+            for _ in range(1 if greedy else prompt.samples or 1)
+        ]
+        seeds = [request_seed(self.config.seed, EVALUATION, i) for i in range(len(prompts))]
         with self.timer.phase("eval"):
-            sampling = SamplingConfig(self.config.data.max_response_length, temperature=0.0)
-            responses = self.sample(prompts, sampling, phase="eval")
+            limit = self.config.data.max_response_length
+            sampling = SamplingConfig(limit, temperature=keys.val_temperature)
+            responses = self.sample(prompts, sampling, None if greedy else seeds, phase="eval")
             rewards = self.rewards(prompts, responses)
         answers = zip(prompts, rewards, strict=True)
         return answers_metrics(

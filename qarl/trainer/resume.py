@@ -60,7 +60,7 @@ def _keys(**sections: str) -> frozenset[str]:
     )
 
 
-_VALIDATION = _keys(rollout="val_temperature", data="val_files")
+_VALIDATION = _keys(rollout="val_temperature val_n", data="val_files")
 """Keys that only change what a validation measures."""
 _LENGTH = "trainer.total_training_steps"
 _FREE = {"name", "output_dir", "dry_run", "plugins"} | _keys(

@@ -268,6 +268,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"{root}.load_format": "dummy",
         f"{root}.disable_log_stats": False,  # preemptions are counted from these statistics
         f"{root}.val_kwargs.temperature": rollout.val_temperature,
+        f"{root}.val_kwargs.n": rollout.val_n,
         f"{root}.val_kwargs.do_sample": rollout.val_temperature > 0,
         f"{root}.seed": config.seed,
         # For models whose tokenizer does not come from their model family.

@@ -38,7 +38,6 @@ NO_CONSUMERS = (
 """Files that read keys only to check them."""
 NOT_LOCAL: dict[str, Any] = {
     "verl": {"trainer.val_only": True},
-    "rollout.val_temperature": 0.5,
     "rollout.tensor_model_parallel_size": 2,
     "trainer.nnodes": 2,
     "trainer.n_gpus_per_node": 2,
@@ -68,6 +67,8 @@ RUNS = (
         "reward.overlong_buffer_len=2",
         "reward.overlong_penalty_factor=0.5",
         "actor.mask_truncated_responses=true",
+        "rollout.val_temperature=0.5",
+        "rollout.val_n=2",
     ],
     GRPO,
     [
@@ -148,6 +149,7 @@ VERL: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     "rollout.n": (4, f"{ROLLOUT}.n"),
     "rollout.temperature": (0.9, f"{ROLLOUT}.temperature"),
     "rollout.val_temperature": (0.5, f"{ROLLOUT}.val_kwargs.temperature"),
+    "rollout.val_n": (4, f"{ROLLOUT}.val_kwargs.n", {"rollout.val_temperature": 0.6}),
     "rollout.max_num_seqs": (128, f"{ROLLOUT}.max_num_seqs"),
     "rollout.max_num_batched_tokens": (4096, f"{ROLLOUT}.max_num_batched_tokens"),
     "rollout.gpu_memory_utilization": (0.6, f"{ROLLOUT}.gpu_memory_utilization"),

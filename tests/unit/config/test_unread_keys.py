@@ -29,7 +29,7 @@ ROWS = [
     ("actor.loss=reinforce", "algorithm.adv_estimator=rloo"),
     ("algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=false"),
     ("trainer.resume_mode=auto", "trainer.resume_from_path=a"),
-    ("backend=local", "rollout.val_temperature=0.5"),
+    ("rollout.val_temperature=0", "rollout.val_n=4"),
 ]
 """A decider with a value for which the key beside it is not read."""
 

@@ -30,11 +30,29 @@ def test_each_prompt_counts_once_in_its_source_and_each_source_once_in_the_mean(
         "val/accuracy": (0.625 + 0.1) / 2,
         "val/accuracy/aime": (0.25 + 1.0) / 2,
         "val/accuracy/math": 0.1,
+        "val/best@4": 1.0,
+        "val/best@4/aime": 1.0,
+        "val/best@4/math": 1.0,
     }
     assert answers_metrics([("math", row, float(row < 3)) for row in range(4)]) == {
         "val/accuracy": 0.75
     }
     assert answers_metrics([]) == {}
+
+
+def test_the_best_of_several_answers():
+    """Of prompts with as many answers only; NaN is not left out."""
+    answers = [("aime", prompt, reward) for prompt in range(2) for reward in (0.0, prompt, 0.25)]
+    answers += [("math", 0, 0.5), ("amc", 0, 0.0), ("amc", 0, 0.0), ("amc", 0, 0.5)]
+    metrics = answers_metrics(answers)
+    assert metrics["val/best@3/aime"] == (0.25 + 1.0) / 2
+    assert metrics["val/best@3/amc"] == 0.5
+    assert metrics["val/best@3"] == (0.625 + 0.5) / 2
+    assert not any(
+        name.startswith("val/best@1") or name.endswith("math") for name in metrics if "best" in name
+    )
+    undefined = answers_metrics([("aime", 0, math.nan), ("aime", 0, 1.0)])
+    assert math.isnan(undefined["val/best@2"])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

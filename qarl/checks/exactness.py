@@ -1,4 +1,5 @@
-"""Where level `exact` does not promise δ = 0: long prompts with several threads or a prefix cache, small adapters.
+"""Where level `exact` does not promise δ = 0: long prompts with several threads or a prefix cache, long conversations
+in verl, small adapters.
 
 A run, the doctor and TRL say these exceptions beside the level. docs/understand/alignment.md and
 docs/understand/adapters.md have the reasons.
@@ -27,6 +28,7 @@ def exceptions(config: Config, hf_config: Any) -> list[str]:
     found = (
         _of_threads(config, hf_config),
         _of_prefix_cache(config, hf_config),
+        _of_later_turns(config, hf_config),
         _of_adapters(config, hf_config),
     )
     return [text for text in found if text]
@@ -42,13 +44,13 @@ def caches_prefixes(config: Config, hf_config: Any, *, routing: bool) -> bool | 
     if routing:
         return False
     promises_bits = config.quant.align.follows_engine
-    return not promises_bits or config.longest_prefill <= _exact_prompt(hf_config)
+    return not promises_bits or config.longest_prefill <= exact_prompt(hf_config)
 
 
 def _of_threads(config: Config, hf_config: Any) -> str | None:
     threads = thread_count(config.trainer.num_threads, processes=config.trainer.n_gpus_per_node)
     longest = config.longest_prefill
-    exact = _exact_prompt(hf_config)
+    exact = exact_prompt(hf_config)
     if threads == 1 or longest <= exact:
         return None
     return (
@@ -60,7 +62,7 @@ def _of_threads(config: Config, hf_config: Any) -> str | None:
 
 def _of_prefix_cache(config: Config, hf_config: Any) -> str | None:
     longest = config.longest_prefill
-    exact = _exact_prompt(hf_config)
+    exact = exact_prompt(hf_config)
     if not config.rollout.enable_prefix_caching or longest <= exact:
         return None
     return (
@@ -70,14 +72,35 @@ def _of_prefix_cache(config: Config, hf_config: Any) -> str | None:
     )
 
 
+def _of_later_turns(config: Config, hf_config: Any) -> str | None:
+    """verl's servers have no sessions (`qarl.rollout.sessions`)."""
+    longest = config.longest_prefill
+    exact = exact_prompt(hf_config)
+    if config.backend != "verl" or not config.has_turns or longest <= exact:
+        return None
+    return later_turns_differ(f"quant.align={config.quant.align}", longest, exact)
+
+
+def later_turns_differ(level: str, longest: int, exact: int) -> str:
+    """Return the sentence about conversations of up to `longest` tokens before their last turn's end. `exact`: most
+    tokens of a prompt that has the bits of decoding."""
+    return (
+        f"{level} is not exact for later turns of conversations of more than {exact} tokens "
+        f"(data.max_prompt_length + data.max_response_length - 1={longest}): verl's engine prefills there what it "
+        f"decoded before, and sums its attention in another order; for δ = 0 keep this sum at {exact}, or set "
+        "backend=local"
+    )
+
+
 def _key(config: Config) -> str:
     """Return what decides the length of the longest prompt."""
-    if config.rollout.environment is None:
+    if not config.has_turns:
         return "data.max_prompt_length"
     return "data.max_prompt_length + data.max_response_length - 1, in a later turn"
 
 
-def _exact_prompt(hf_config: Any) -> int:
+def exact_prompt(hf_config: Any) -> int:
+    """Return the most tokens of a prompt whose prefill has the same bits however it is cut."""
     return longest_exact_prompt(head_size_of(hf_config))
 
 

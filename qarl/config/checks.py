@@ -395,9 +395,6 @@ def conversations_have_an_environment(v: Values) -> Problems:
             reason = "it is the sum of the rewards of rollout.environment, which is not set"
             yield bad(v, "reward.function", reason, f"set {key}, or choose another function")
         return
-    if v["backend"] == "verl":
-        reason = "with backend=verl, conversations are those of verl's agent loops"
-        yield bad(v, key, reason, "set backend=local")
     limit = v["data.max_response_length"]
     if v[longest] is not None and v[longest] > limit:
         reason = f"a whole conversation has data.max_response_length = {limit} tokens"

@@ -145,6 +145,8 @@ class RewardConfig(Section):
     verl: in each of its reward workers, of which there are 8 in all on GPUs and 1 on a CPU."""
 
 
+_AGENT_LOOP = "rollout.agent.default_agent_loop"
+"""The end of verl's key that names the loop which makes a response."""
 BATCHED_TOKENS = {"local": 4096, "verl": 8192}
 """Backend -> the tokens of one vLLM step if `rollout.max_num_batched_tokens` is null. `local`: on a CPU."""
 
@@ -365,11 +367,20 @@ class Config(Section):
         return Path(self.output_dir) / self.name
 
     @property
+    def has_turns(self) -> bool:
+        """Whether a response may have several turns: with an environment, or an agent loop that the section verl
+        names."""
+        loops = [str(value) for key, value in self.verl.items() if key.endswith(_AGENT_LOOP)]
+        return self.rollout.environment is not None or any(
+            "single_turn" not in name for name in loops
+        )
+
+    @property
     def longest_prefill(self) -> int:
         """Most tokens that the engine prefills at once. With an environment, a later turn's prompt is all of a row but
         its last token."""
         data = self.data
-        if self.rollout.environment is None:
+        if not self.has_turns:
             return data.max_prompt_length
         return data.max_prompt_length + data.max_response_length - 1
 

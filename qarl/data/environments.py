@@ -16,8 +16,8 @@ run: it is an error of the function, not of a tool.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from qarl.data.prompts import Prompt
@@ -59,17 +59,19 @@ class Environment:
         ]
         try:
             return [
-                self._reply(prompt, conversation, call)
+                self._reply(prompt, conversation, call.result())
                 for (prompt, conversation), call in zip(held, calls, strict=True)
             ]
         except BaseException:
             self.stop()
             raise
 
-    def _reply(
-        self, prompt: Prompt, conversation: Conversation, call: Future[Any]
-    ) -> Reply | Failure:
-        outcome = call.result()
+    async def answer(self, prompt: Prompt, conversation: Conversation) -> Reply | Failure:
+        """Do the same for one conversation, without blocking the event loop."""
+        call = self._function.submit(arguments(prompt, conversation), self._timeout_s)
+        return self._reply(prompt, conversation, await asyncio.wrap_future(call))
+
+    def _reply(self, prompt: Prompt, conversation: Conversation, outcome: Any) -> Reply | Failure:
         if isinstance(outcome, Reply | Failure):
             return outcome
         assert isinstance(outcome, Refused)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from qarl.config import Config
+from qarl.config.multi_turn import MultiTurnConfig
 from qarl.console import say
 from qarl.data.environments import Environment
 from qarl.data.prompts import Prompt
@@ -42,12 +43,11 @@ class Engine(Protocol):
     def generate(self, *arguments: Any, **more: Any) -> RolloutBatch: ...
 
 
-def limits_of(config: Config) -> Limits:
-    """Return the limits of a run's conversations."""
-    turns = config.multi_turn
+def limits_of(turns: MultiTurnConfig, response: int) -> Limits:
+    """Return the limits of a run's conversations. `response`: `data.max_response_length`."""
     return Limits(
         turns=turns.max_assistant_turns,
-        response=config.data.max_response_length,
+        response=response,
         turn=turns.max_turn_length,
         characters=turns.max_tool_response_length,
         side=turns.tool_response_truncate_side,
@@ -71,7 +71,7 @@ def conversations_of(
         environment,
         tokenizer,
         stop_token_ids,
-        limits_of(config),
+        limits_of(turns, config.data.max_response_length),
         keep_special_tokens=config.reward.keep_special_tokens,
         variables=config.data.apply_chat_template_kwargs,
     )
@@ -283,12 +283,7 @@ def scored_prompts(
     if conversations is None:
         return prompts
     if not reads_turn_scores(reward) and any(each.rewards for each in conversations):
-        raise UserError(
-            f"the environment gives rewards, and reward.function={reward} does not read them",
-            where="rollout.environment",
-            why="they would have no effect",
-            fix="set reward.function=environment, which is their sum, or let the environment return no reward",
-        )
+        raise unread_rewards(reward)
     return [
         replace(
             prompt,
@@ -301,3 +296,13 @@ def scored_prompts(
         )
         for prompt, conversation in zip(prompts, conversations, strict=True)
     ]
+
+
+def unread_rewards(reward: str) -> UserError:
+    """Return the error about rewards of an environment that the built-in function `reward` does not read."""
+    return UserError(
+        f"the environment gives rewards, and reward.function={reward} does not read them",
+        where="rollout.environment",
+        why="they would have no effect",
+        fix="set reward.function=environment, which is their sum, or let the environment return no reward",
+    )

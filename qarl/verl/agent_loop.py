@@ -1,53 +1,75 @@
-"""QaRL's single-turn agent loop for verl.
+"""verl's agent loops, for tokenizers that do not come from their model family, and with a check of what they return.
 
-It is for models whose tokenizer does not come from their model family. verl joins the turns of a conversation
-with a builder, which it chooses by model type. The builder for Qwen refuses a tokenizer without `<|im_end|>`
-(verl/utils/tokenizer/continuous_token_wiring.py), but a small model of Qwen's architecture may lack that token. In that
-case this loop uses verl's builder for unknown models. The result is the same, because a single turn needs no joining.
+verl joins the turns of a conversation with a builder, which it chooses by model type. The builder for Qwen refuses a
+tokenizer without `<|im_end|>` (verl/utils/tokenizer/continuous_token_wiring.py), but a small model of Qwen's
+architecture may lack that token. In that case these loops use verl's builder for unknown models. For a single turn the
+result is the same, because it needs no joining; between turns that builder adds no newline.
 
-The loop also checks that the tokens that it returns for training are those that the engine sampled.
+They also check that the tokens that they return for training are those that the engine sampled, in every turn.
 
-The key `actor_rollout_ref.rollout.agent.default_agent_loop=qarl_single_turn` chooses this loop. `entry_point.py`
-registers it as soon as verl has imported its own loops.
+    qarl_single_turn   verl's `single_turn_agent`
+    qarl_tool_agent    verl's `tool_agent`
+
+`actor_rollout_ref.rollout.agent.default_agent_loop`, or the column `agent_name` of the data, chooses a loop by name.
+`entry_point.py` registers these as soon as verl has imported its own.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from verl.experimental.agent_loop.agent_loop import register
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 
+from qarl.errors import UserError
+from qarl.verl import first_error
 from qarl.verl.sampled_text import refuse_other_tokens
 
 TURN_END = "<|im_end|>"
 
 
-@register("qarl_single_turn")
-class PlainSingleTurnAgentLoop(SingleTurnAgentLoop):
-    """verl's `single_turn_agent`, but it uses the builder for unknown models if the tokenizer lacks `TURN_END`."""
+class AnyTokenizer(AgentLoopBase):
+    """Chooses verl's builder for unknown models, if the tokenizer lacks `TURN_END`. It stands before verl's class among
+    the bases, as the next."""
 
-    def __init__(
-        self, *args: Any, tokenizer: Any, hf_model_type: str | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *, tokenizer: Any, hf_model_type: str | None = None, **kwargs: Any) -> None:
         if TURN_END not in tokenizer.get_vocab():
             hf_model_type = None
-        super().__init__(*args, tokenizer=tokenizer, hf_model_type=hf_model_type, **kwargs)
+        super().__init__(tokenizer=tokenizer, hf_model_type=hf_model_type, **kwargs)
+
+
+class SampledTokens(AnyTokenizer):
+    """Checks the tokens of verl's loop."""
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Any:
         """Run verl's loop. Raise UserError if the tokens to train on are not those that the engine sampled."""
         client = self.server_manager
         recorder: Any = Recorder(client)
+        verls: Any = super()
         self.server_manager = recorder
         try:
-            output = await super().run(sampling_params, priority, **kwargs)
+            output = await verls.run(sampling_params, priority, **kwargs)
         finally:
             self.server_manager = client
         marked = zip(output.response_ids, output.response_mask, strict=True)
-        refuse_other_tokens(
-            [token for token, mask in marked if mask], recorder.tokens, "an agent loop's response"
-        )
+        trained = [token for token, mask in marked if mask]
+        try:
+            refuse_other_tokens(trained, recorder.tokens, "an agent loop's response")
+        except UserError as error:
+            first_error.keep(error)
+            raise
         return output
+
+
+@register("qarl_single_turn")
+class PlainSingleTurnAgentLoop(SampledTokens, SingleTurnAgentLoop):
+    """verl's `single_turn_agent`."""
+
+
+@register("qarl_tool_agent")
+class PlainToolAgentLoop(SampledTokens, ToolAgentLoop):
+    """verl's `tool_agent`."""
 
 
 class Recorder:

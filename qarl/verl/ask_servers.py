@@ -24,8 +24,7 @@ RESUME = "run the same command again"
 """The end of a worker's `fix`. A worker does not know the checkpoints, so the driver adds what the command will do."""
 KILLED = "something killed it, for example lack of memory (see the kernel's log and Ray's log of the worker)"
 SERVER = "vllm_server_"
-REWARD = "reward_loop_worker_"
-OTHERS = ("agent_loop_worker_", REWARD)
+OTHERS = ("agent_loop_worker_", "reward_loop_worker_")
 ANSWER_SECONDS = 10.0
 _ENGINE_OF_ACTOR = re.compile(r"vllm_server_\d+_0")
 _PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{.*\})? (\S+)", re.MULTILINE)
@@ -105,19 +104,20 @@ def engine_servers() -> dict[str, Any]:
     }
 
 
-def reward_refusal(seconds: float) -> dict[str, str | None] | None:
-    """Return the parts of an error that the reward function raised in one of Ray's reward workers, or None.
+def first_refusal(seconds: float) -> dict[str, str | None] | None:
+    """Return the parts of an error that a reward, an environment or a loop of QaRL's raised in one of Ray's workers of
+    rewards and agent loops, or None.
 
     Wait up to `seconds` for an answer of each."""
     import ray
 
-    from qarl.verl.reward import refusal
+    from qarl.verl.first_error import first_error
 
     if not ray.is_initialized():
         return None
-    names = [name for name in ray.util.list_named_actors() if name.startswith(REWARD)]
+    names = [name for name in ray.util.list_named_actors() if name.startswith(OTHERS)]
     questions: list[Future[dict[str, str | None] | None]] = [
-        ray.get_actor(name).__ray_call__.remote(refusal).future() for name in names
+        ray.get_actor(name).__ray_call__.remote(first_error).future() for name in names
     ]
     wait(questions, timeout=seconds)
     answers = [

@@ -7,8 +7,10 @@ from typing import Any
 
 from hydra.experimental.callback import Callback
 
+from qarl.console import note
 from qarl.errors import UserError
 from qarl.verl.checks import check_composed
+from qarl.verl.turn_checks import turn_notes
 
 
 class CheckBeforeRay(Callback):
@@ -20,3 +22,5 @@ class CheckBeforeRay(Callback):
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None  # Hydra turns an Exception of a callback into a warning
+        for text in turn_notes(config):
+            note(text)

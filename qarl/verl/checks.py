@@ -141,6 +141,7 @@ def composed_errors(composed: Any) -> list[UserError]:
 
     from qarl.verl.config_classes import actor_settings
     from qarl.verl.engine_checks import disagreements, engine_errors
+    from qarl.verl.turn_checks import turn_errors
 
     errors = list(unread_keys(composed))
     if any((error.where or "").startswith(f"+{ACTOR}.") for error in errors):
@@ -153,6 +154,8 @@ def composed_errors(composed: Any) -> list[UserError]:
         conflicts += _sampling_conflicts(composed)
         conflicts += _trainer_conflicts(composed)
     errors += [conflict.error() for conflict in conflicts]
+    if quant is not None or ours:
+        errors += turn_errors(composed)
     if actor is not None and ours:
         attempt(lambda: actor_settings(actor, actor.loss_agg_mode), errors)
     if actor is not None and quant is not None:
@@ -246,7 +249,7 @@ def _trainer_conflicts(composed: Any) -> Iterator[Conflict]:
 
 
 def _rollout_conflicts(rollout: Any) -> Iterator[Conflict]:
-    """Yield engines that QaRL does not publish to, settings that would quantize twice, and loops of one turn."""
+    """Yield engines that QaRL does not publish to, and settings that would quantize twice."""
     vllm = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
     engine = rollout.get("name") or "vllm"  # a missing value is verl's own error
     if engine != "vllm":
@@ -263,12 +266,3 @@ def _rollout_conflicts(rollout: Any) -> Iterator[Conflict]:
     if kv_cache not in (None, "auto", "bfloat16"):
         scales = "its scales are not published, and vLLM forgets them when it sleeps"
         yield Conflict(f"{ROLLOUT}.{KV_CACHE}", kv_cache, "auto", scales)
-    loop = rollout.agent.default_agent_loop
-    if rollout.multi_turn.enable and "single_turn" in str(loop):
-        agent = f"{ROLLOUT}.agent.default_agent_loop"
-        yield Conflict(
-            key=f"{ROLLOUT}.multi_turn.enable",
-            value=True,
-            good=f"false; for several turns set {agent}=tool_agent, or name a loop in the column agent_name",
-            why=f"verl's v1 trainer does not read it, and {agent}={loop} makes one turn",
-        )

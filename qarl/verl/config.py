@@ -31,7 +31,7 @@ from qarl.rollout.vllm_plugin import experts_of
 from qarl.schemes import get_scheme
 from qarl.tbpo.config import KEYS
 from qarl.verl.environment import worker_environment
-from qarl.verl.keys import CORRECTION, PLUGIN
+from qarl.verl.keys import CORRECTION, LOOP, MULTI_TURN, PLUGIN
 from qarl.vllm_versions import FP32_HEAD
 
 Keys = dict[str, Any]
@@ -69,6 +69,7 @@ def verl_keys(config: Config, on_cpu: bool) -> Keys:
         **actor_keys(config),
         **optim_keys(config),
         **rollout_keys(config, on_cpu),
+        **turn_keys(config),
         **routing_keys(config, on_cpu),
         **algorithm_keys(config),
         **trainer_keys(config),
@@ -109,10 +110,6 @@ def data_keys(config: Config) -> Keys:
 
 def reward_keys(config: Config) -> Keys:
     """Return keys that make verl call `qarl.verl.reward.score`, which calls `reward.function`."""
-    source, _, name = config.reward.function.rpartition(":")
-    function = (
-        f"{Path(source).resolve()}:{name}" if source.endswith(".py") else config.reward.function
-    )
     root = "reward.custom_reward_function"
     manager = "reward.reward_manager"
     manager_keys = {}
@@ -127,7 +124,7 @@ def reward_keys(config: Config) -> Keys:
         f"{root}.path": f"pkg://{PLUGIN}.reward",
         f"{root}.name": "score",
         f"+{root}.reward_kwargs": {
-            "function": function,
+            "function": resolved_function(config.reward.function),
             "timeout_s": config.reward.timeout_s,
             "workers": config.reward.workers,
             "folder": os.getcwd(),  # Ray's workers start in other folders
@@ -271,8 +268,6 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"{root}.val_kwargs.n": rollout.val_n,
         f"{root}.val_kwargs.do_sample": rollout.val_temperature > 0,
         f"{root}.seed": config.seed,
-        # For models whose tokenizer does not come from their model family.
-        f"{root}.agent.default_agent_loop": "qarl_single_turn",
         f"{root}.log_prob_micro_batch_size_per_gpu": config.actor.log_prob_micro_batch_size_per_gpu,
         f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
     }
@@ -307,6 +302,33 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
     if overrides:
         keys[f"+{root}.engine_kwargs.vllm.hf_overrides"] = overrides
     return keys
+
+
+def turn_keys(config: Config) -> Keys:
+    """Return the agent loop, and the keys of conversations. Ray's workers start in other folders."""
+    # verl's own loops refuse tokenizers that do not come from their model family.
+    loop = {LOOP: "qarl_single_turn"}
+    if config.rollout.environment is None:
+        return loop
+    names = type(config.multi_turn).model_fields
+    ours = ("max_turn_length", "timeout_s", "workers")
+    values = {name: getattr(config.multi_turn, name) for name in names}
+    return {
+        LOOP: "qarl_environment",
+        f"{MULTI_TURN}._target_": f"{PLUGIN}.config_classes.QaRLMultiTurnConfig",
+        f"+{MULTI_TURN}.environment": resolved_function(config.rollout.environment),
+        f"+{MULTI_TURN}.folder": os.getcwd(),
+        **{
+            f"{'+' if name in ours else ''}{MULTI_TURN}.{name}": value
+            for name, value in values.items()
+        },
+    }
+
+
+def resolved_function(spec: str) -> str:
+    """Return a function's name, as `module:function` or with the absolute path of its file."""
+    source, _, name = spec.rpartition(":")
+    return f"{Path(source).resolve()}:{name}" if source.endswith(".py") else spec
 
 
 def routing_keys(config: Config, on_cpu: bool) -> Keys:

@@ -4,6 +4,7 @@ verl's own dataclasses refuse unknown keys, so a config with QaRL's keys must se
 
 actor_rollout_ref.actor.policy_loss._target_=qarl.verl.config_classes.QaRLPolicyLossConfig
 actor_rollout_ref.actor.fsdp_config._target_=qarl.verl.config_classes.QuantFSDPEngineConfig
+actor_rollout_ref.rollout.multi_turn._target_=qarl.verl.config_classes.QaRLMultiTurnConfig
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Literal, cast
 
 from pydantic import ValidationError, create_model
-from verl.workers.config import FSDPEngineConfig, PolicyLossConfig
+from verl.workers.config import FSDPEngineConfig, MultiTurnConfig, PolicyLossConfig
 
 from qarl.config import ActorConfig
+from qarl.config import multi_turn as own
 from qarl.config.actor import RolloutCorrectionConfig
 from qarl.config.errors import from_pydantic, show
 from qarl.config.objectives import objective_names
@@ -26,7 +28,7 @@ from qarl.objectives.settings import SAME_IN_VERL, Settings
 from qarl.schemes import get_scheme
 from qarl.tbpo.config import KEYS, TBPOConfig
 from qarl.verl.config import fsdp_engine_fields
-from qarl.verl.keys import ACTOR, POLICY_LOSS, QUANT
+from qarl.verl.keys import ACTOR, MULTI_TURN, POLICY_LOSS, QUANT
 from qarl.verl.refusals import Conflict, refuse
 
 _LOSS_KEYS = {name: ActorConfig.model_fields[name] for name in (*KEYS, "mis_imp_ratio_cap")}
@@ -100,6 +102,40 @@ class QuantFSDPEngineConfig(FSDPEngineConfig):
         if refusal is not None:
             raise refusal
         object.__setattr__(self, "quant", settings)
+
+
+@dataclass
+class QaRLMultiTurnConfig(MultiTurnConfig):
+    """verl's keys of several turns, and those of the agent loop `qarl_environment`.
+
+    environment  QaRL's `rollout.environment`
+    folder       where its processes work; null: where Ray starts them
+    other keys   those of QaRL's section `multi_turn`. null is its default, but for the two that null switches off
+    """
+
+    environment: str | None = None
+    max_turn_length: int | None = None
+    timeout_s: float | None = 10.0
+    workers: int = 2
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise UserError for bad values, if there is an environment."""
+        if self.environment is not None:
+            multi_turn_settings(self)
+
+
+def multi_turn_settings(turns: Any) -> own.MultiTurnConfig:
+    """Return QaRL's section `multi_turn` from verl's. Raise UserError for bad values."""
+    values = {name: getattr(turns, name) for name in own.MultiTurnConfig.model_fields}
+    given = {
+        name: value
+        for name, value in values.items()
+        if value is not None
+        or own.MultiTurnConfig.model_fields[name].default is None
+        or name == "timeout_s"
+    }
+    return cast(own.MultiTurnConfig, checked(own.MultiTurnConfig, given, MULTI_TURN))
 
 
 def checked(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:

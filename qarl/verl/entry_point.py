@@ -26,7 +26,7 @@ FOLLOWERS = {
     "verl.trainer.ppo.core_algos": "qarl.verl.loss",
     "verl.workers.engine": "qarl.verl.fsdp_engine",
     "verl.trainer.ppo.v1": "qarl.verl.trainer",
-    "verl.experimental.agent_loop.agent_loop": "qarl.verl.agent_loop",
+    "verl.experimental.agent_loop.agent_loop": "qarl.verl.environment_loop",
     "verl.workers.rollout.replica": "qarl.verl.adapter_server",
 }
 """Maps each verl module with a registry to the QaRL module that registers itself there on import."""

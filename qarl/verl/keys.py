@@ -9,6 +9,15 @@ PLUGIN = "qarl.verl"
 MODEL = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
+AGENT = f"{ROLLOUT}.agent"
+LOOP = f"{AGENT}.default_agent_loop"
+MULTI_TURN = f"{ROLLOUT}.multi_turn"
+FILES = (
+    f"{AGENT}.agent_loop_config_path",
+    f"{MULTI_TURN}.function_tool_path",
+    f"{MULTI_TURN}.tool_config_path",
+)
+"""Keys that name files, which Ray's workers open in other folders."""
 REFERENCE = "actor_rollout_ref.ref"
 CORRECTION = "algorithm.rollout_correction"
 POLICY_LOSS = f"{ACTOR}.policy_loss"

@@ -42,25 +42,40 @@ def finish_reasons(
 def corrected_metrics(
     scores: Sequence[float],
     responses: Sequence[torch.Tensor],
+    masks: Sequence[torch.Tensor],
     prompts: Sequence[int],
     config: Any,
     ends: set[int],
+    told: Sequence[str | None] | None = None,
 ) -> dict[str, float]:
     """Return the metrics of scores and lengths as the local backend has them, and verl's other two `clip_ratio`s.
 
     Args:
-        scores, responses: of each response; its tokens as int64 [tokens].
+        scores, responses, masks: of each response; its tokens and its mask as int64 [tokens]. Lengths count the
+            tokens in the mask.
         prompts: number of tokens of each prompt. `prompt_length/clip_ratio` is the share at their limit.
         config: verl's section `data`, which has both limits.
+        told: the finish reason of each response, if its agent loop has said it.
     """
     reasons = finish_reasons(responses, config.max_response_length, ends)
-    metrics = response_metrics(scores, [len(row) for row in responses], reasons)
-    filled = [
-        reason == "length" for reason, row in zip(reasons, responses, strict=True) if len(row)
-    ]
+    if told is not None:
+        reasons = [known or reason for known, reason in zip(told, reasons, strict=True)]
+    lengths = [int(mask.sum()) for mask in masks]
+    metrics = response_metrics(scores, lengths, reasons)
+    filled = [row for row, length in enumerate(lengths) if length]
+    if filled:
+        of_filled = response_metrics(
+            [scores[row] for row in filled],
+            [lengths[row] for row in filled],
+            [reasons[row] for row in filled],
+        )
+        metrics |= {
+            name.replace("response_length/", "response_length_non_aborted/"): value
+            for name, value in of_filled.items()
+            if name.startswith("response_length/")
+        }
+    else:
+        metrics["response_length_non_aborted/clip_ratio"] = float("nan")
     at_limit = [length >= config.max_prompt_length for length in prompts]
-    metrics["response_length_non_aborted/clip_ratio"] = (
-        sum(filled) / len(filled) if filled else float("nan")
-    )
     metrics["prompt_length/clip_ratio"] = sum(at_limit) / len(at_limit)
     return metrics

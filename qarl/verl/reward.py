@@ -5,8 +5,8 @@ and `SystemExit` ends the worker. So `score` is async, which verl awaits instead
 backend does, in worker processes of the Ray worker (`qarl.data.reward_workers`). `reward_kwargs` contain the name of
 the function, its limit, the number of processes and their folder.
 
-If `score` raises, verl logs the error and counts the prompt as failed, without its cause. The sampler, which then ends
-the run, asks the Ray workers for the cause (`refusal`).
+If `score` raises, verl logs the error and counts the prompt as failed, without its cause; `qarl.verl.first_error` keeps
+it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 from qarl.data.scoring import find_reward, scored
 from qarl.errors import UserError
+from qarl.verl import first_error
 
 find = cache(find_reward)
 """One reward for each of its settings, so that its processes are reused."""
-_refusals: list[UserError] = []
 
 
 async def score(
@@ -37,19 +37,17 @@ async def score(
         outcome = await asyncio.wrap_future(reward.submit(arguments, timeout_s))
         result = scored(reward.name, outcome, arguments, where=_row(arguments.get("extra_info")))
     except UserError as error:
-        _refusals.append(error)
+        first_error.keep(error)
         raise
     return result.score if result.more is None else {**result.more, "score": result.score}
 
 
-def refusal(worker: Any) -> dict[str, str | None] | None:
-    """Return the parts of the first error that a reward raised in this process, or None.
-
-    `worker`: the Ray actor, which Ray passes to a function that it calls in its process."""
-    if not _refusals:
-        return None
-    error = _refusals[0]
-    return {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
+def reward_name(config: Any) -> str:
+    """Return the reward function that verl's whole `config` names: as in `reward.function` if it is one of QaRL's."""
+    function = config.reward.custom_reward_function
+    own = {f"pkg://{score.__module__}": (function.get("reward_kwargs") or {}).get("function")}
+    own["pkg://qarl.data.rewards"] = function.name
+    return str(own.get(function.path) or f"{function.path}:{function.name}")
 
 
 def _row(extra_info: Any) -> str:

@@ -19,6 +19,11 @@ class KeepSpecialTokens(NaiveRewardManager):
         super().__init__(config, _Kept(tokenizer), compute_score, **more)
 
 
+def keeps_special_tokens(config: Any) -> bool:
+    """Return whether verl's whole `config` names `KeepSpecialTokens`. An environment then gets turns with them, too."""
+    return bool(config.reward.reward_manager.name == KeepSpecialTokens.__name__)
+
+
 class _Kept:
     """A tokenizer that keeps special tokens when it decodes. Everything else is the tokenizer's own."""
 

@@ -48,6 +48,7 @@ from qarl.verl.config import hf_config_of, verl_keys
 from qarl.verl.environment import set_environment
 from qarl.verl.failures import as_user_error, what_resumes
 from qarl.verl.followed_log import MetricsFollower
+from qarl.verl.keys import FILES
 from qarl.verl.resume import open_verl_run
 
 UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
@@ -65,6 +66,8 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
         check_run_room(config, run)
         record = run.record
         run.reward_fn.stop()  # from now on Ray's workers call it
+        if run.conversations is not None:
+            run.conversations.environment.stop()
     resolved = verl_config(config, on_cpu=on_cpu)
     with open_verl_run(config, record) as start_step:
         write_resolved(config, config.run_dir / "config.yaml")
@@ -217,7 +220,7 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
 
     checks.refuse_own(config)
     composed = deepcopy(_verls_defaults(on_cpu))
-    for key, value in {**verl_keys(config, on_cpu), **config.verl}.items():
+    for key, value in {**verl_keys(config, on_cpu), **with_whole_paths(config.verl)}.items():
         try:
             OmegaConf.update(composed, key.removeprefix("+"), value, force_add=key.startswith("+"))
         except OmegaConfBaseException as error:
@@ -229,6 +232,16 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
             ) from error
     checks.check_run_config(config, composed)
     return composed
+
+
+def with_whole_paths(verl: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `verl` with absolute paths for the files of agent loops and tools that are here."""
+    return {
+        key: str(Path(value).resolve())
+        if key.removeprefix("+") in FILES and Path(str(value)).is_file()
+        else value
+        for key, value in verl.items()
+    }
 
 
 @cache

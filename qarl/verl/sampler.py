@@ -26,8 +26,8 @@ from qarl.verl.ask_servers import (
     RESUME,
     Preemptions,
     Watch,
+    first_refusal,
     has_stopped,
-    reward_refusal,
 )
 from qarl.verl.refusals import Conflict, refuse
 
@@ -102,7 +102,7 @@ class PromptReplayBuffer(ReplayBuffer):
             if dead := self._watch.dead(ANSWER_SECONDS):
                 what = f"a process that generates has stopped, and {len(failed)} prompts lack responses"
                 raise has_stopped(what, dead)
-            if cause := reward_refusal(ANSWER_SECONDS):
+            if cause := first_refusal(ANSWER_SECONDS):
                 what = str(cause["what"])
                 fix = f"{cause['fix']}; then {RESUME}"
                 raise UserError(what, where=cause["where"], why=cause["why"], fix=fix)

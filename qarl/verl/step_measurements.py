@@ -23,6 +23,7 @@ from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.step_metrics import token_mismatch
 from qarl.step.samples import SampleLog, SampleRows
 from qarl.step.statistics import LogProbPairs, ObjectiveStatistics
+from qarl.turns.conversation import spans_of
 
 SAMPLES_IN = "QARL_SAMPLES_IN"
 """The environment variable by which the driver asks for samples. It names the run folder."""
@@ -164,6 +165,8 @@ def sample_rows(data: Any) -> SampleRows:
         torch.where(mask != 0, old.float() - rollout.float(), 0.0).tolist()
         for mask, old, rollout in pairs
     ]
+    masks = [mask.tolist() for mask in column("response_mask")]
+    turns = None if all(map(all, masks)) else [spans_of(mask) for mask in masks]
     rewards = None
     if "rm_scores" in data:
         rewards = [float(row.sum()) for row in column("rm_scores")]
@@ -173,4 +176,5 @@ def sample_rows(data: Any) -> SampleRows:
         deltas=deltas,
         advantages=[float(row[:1].sum()) for row in column("advantages")],
         rewards=rewards,
+        turns=turns,
     )

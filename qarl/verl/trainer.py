@@ -61,6 +61,7 @@ from qarl.verl.loss import DIFFERING, RELIES
 from qarl.verl.response_ends import corrected_metrics, end_tokens
 from qarl.verl.sampler import PromptReplayBuffer as PromptReplayBuffer  # configs name it here
 from qarl.verl.saving import Saving
+from qarl.verl.turns import conversation_metrics, conversations_of
 
 COUNTS = "old_log_probs.json"
 """File in verl's folder of a checkpoint, with the counts of `auto`."""
@@ -182,13 +183,24 @@ class QaRLTrainerSync(PPOTrainerSync):
         ]
         if not keys:
             return
-        names = ["prompts", "responses", "rm_scores"]
-        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=names)
-        prompts, responses, scores = (data[name].unbind() for name in names)
-        totals = [float(row.sum()) for row in scores]
+        names = ["prompts", "responses", "response_mask", "rm_scores"]
+        more = "extra_fields"
+        fields = [*names, more]
+        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
+        told = data.pop(more).tolist()
+        prompts, responses, masks, scores = (data[name].unbind() for name in names)
         metrics |= corrected_metrics(
-            totals, responses, [len(row) for row in prompts], self.config.data, self._ends
+            [float(row.sum()) for row in scores],
+            responses,
+            masks,
+            [len(row) for row in prompts],
+            self.config.data,
+            self._ends,
+            [each.get("finish_reason") for each in told],
         )
+        conversations = conversations_of(prompts, masks, told)
+        if conversations is not None:
+            metrics |= conversation_metrics(conversations)
 
     @functools.cached_property
     def _ends(self) -> set[int]:

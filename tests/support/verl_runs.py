@@ -43,7 +43,8 @@ def length_reward(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def start(command: list[str], **variables: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     run = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800
     )

@@ -1,9 +1,12 @@
 """One training step on the same recorded batch in both backends, on one gloo rank, without Ray and an engine.
 
-    verl_same_batch.py FOLDER OUTPUT
+    verl_same_batch.py FOLDER OUTPUT [turns | unmasked]
 
 saves the metrics of each backend under the names of metrics.jsonl. The responses are random tokens, one of them cut off
 at the limit, one of the limit's length that ends with EOS. The rollout's log-probs are a policy's own with noise.
+
+With `turns`, each response is a conversation of two turns, whose context has log-probs of 0 in the rollout. With
+`unmasked`, verl's batch says by mistake that the model sampled the contexts, and the error of the step is saved.
 """
 
 from __future__ import annotations
@@ -31,10 +34,12 @@ from verl_old_log_probs import (
 
 from qarl.checkpoint.storage import number
 from qarl.config import Config
+from qarl.errors import UserError
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.prepare import prepare_run
+from qarl.turns.conversation import Conversation, spans_of
 from qarl.verl.followed_log import our_names
 from qarl.verl.run import verl_config
 
@@ -48,10 +53,16 @@ KEYS = {
     "actor.neg_seq_clip_ratio_low": 0.05,
     "actor.neg_seq_clip_ratio_high": 0.05,
 }
+LIMIT = {"quant.mismatch_limit": 1.0}
+"""Between the mean |δ| of the recorded log-probs, and that with contexts."""
 EOS = 1
+NOT_SENT = {"uid", "rm_scores", "log_probs", "entropy", "num_turns", "extra_fields"}
+"""Columns that the workers do not get here."""
+CONTEXT = slice(1, 3)
+"""The context's place in each conversation."""
 
 
-def recorded(config: Config) -> tuple[Any, dict[str, Any]]:
+def recorded(config: Config, kind: str) -> tuple[Any, dict[str, Any]]:
     """verl's keys of the batch, and its columns. Row 7 is cut off at the limit, and row 6 ends there with EOS."""
     batch, columns = first_batch(config)
     random = torch.Generator().manual_seed(1)
@@ -62,18 +73,26 @@ def recorded(config: Config) -> tuple[Any, dict[str, Any]]:
     assert [len(row) for row in responses] == [4, 5, 6, 7, 8, 9, 11, 11]
     rewards = [row.sum()[None] for row in columns["rm_scores"].unbind()]
     whole = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
-    columns = {"uid": columns["uid"], "num_turns": [2] * len(responses)} | {
+    masks = [torch.ones_like(row) for row in responses]
+    logged = [-4.2 + 0.5 * torch.randn(len(row), generator=random) for row in responses]
+    told: list[dict[str, Any]] = [{} for _ in responses]
+    if kind:
+        for row in (*masks, *logged):
+            row[CONTEXT] = 0
+        told = [
+            {"finish_reason": reason, "failures": 1} for reason in finish_reasons(config, responses)
+        ]
+    shown = [torch.ones_like(row) for row in responses] if kind == "unmasked" else masks
+    columns = {"uid": columns["uid"], "num_turns": [2] * len(responses), "extra_fields": told} | {
         name: nested(rows)
         for name, rows in {
             "input_ids": whole,
             "prompts": prompts,
             "responses": responses,
             "position_ids": [torch.arange(len(row)) for row in whole],
-            "response_mask": [torch.ones_like(row) for row in responses],
-            "loss_mask": [torch.ones_like(row) for row in responses],
-            "rollout_log_probs": [
-                -4.2 + 0.5 * torch.randn(len(row), generator=random) for row in responses
-            ],
+            "response_mask": shown,
+            "loss_mask": shown,
+            "rollout_log_probs": logged,
             "rm_scores": [
                 torch.cat([torch.zeros(len(row) - 1), reward])
                 for row, reward in zip(responses, rewards, strict=True)
@@ -89,19 +108,24 @@ def recorded(config: Config) -> tuple[Any, dict[str, Any]]:
     return batch, columns
 
 
-def in_verl(config: Config) -> dict[str, dict[str, Any]]:
+def finish_reasons(config: Config, responses: list[Any]) -> list[str]:
+    limit = config.data.max_response_length
+    return ["length" if len(row) == limit and row[-1] != EOS else "stop" for row in responses]
+
+
+def in_verl(config: Config, kind: str) -> dict[str, dict[str, Any]]:
     """The metrics of the step, and of one whose gradients are NaN."""
     resolved = verl_config(config, on_cpu=True)
     OmegaConf.resolve(resolved)
     trainer, worker = make_trainer(resolved), make_worker(resolved)
-    batch, columns = recorded(config)
+    batch, columns = recorded(config, kind)
     store = KeyedStore(batch.keys, columns)
     store.batch = batch
 
     def run(function: Any, batch: Any) -> Any:
         from verl.utils import tensordict_utils as tu
 
-        names = store.fields(batch.keys) - {"uid", "rm_scores", "log_probs", "entropy", "num_turns"}
+        names = store.fields(batch.keys) - NOT_SENT
         data = store.kv_batch_get(keys=batch.keys, partition_id=None, select_fields=sorted(names))
         tu.assign_non_tensor(data, **batch.extra_info)
         return function(data)
@@ -160,16 +184,37 @@ class RecordedEngine:
     def sleep(self) -> None: ...
 
 
-def in_local(config: Config) -> dict[str, Any]:
-    _, columns = recorded(config)
+def in_local(config: Config, kind: str) -> dict[str, Any]:
+    _, columns = recorded(config, kind)
     prompts, responses, logged = (
         [row.tolist() for row in columns[name].unbind()]
         for name in ("prompts", "responses", "rollout_log_probs")
     )
-    limit = config.data.max_response_length
-    reasons = ["length" if len(row) == limit and row[-1] != EOS else "stop" for row in responses]
+    reasons = finish_reasons(config, responses)
+    conversations = None
+    if kind:
+        conversations = [
+            Conversation(
+                prompt,
+                response_token_ids=response,
+                log_probs=log_probs,
+                turns=spans_of(mask),
+                failures=1,
+                finish_reason=reason,
+            )
+            for prompt, response, log_probs, mask, reason in zip(
+                prompts,
+                responses,
+                logged,
+                [row.tolist() for row in columns["response_mask"].unbind()],
+                reasons,
+                strict=True,
+            )
+        ]
     rewards = [float(row.sum()) for row in columns["rm_scores"].unbind()]
-    batch = RolloutBatch(prompts, responses, logged, reasons, weight_version=0)
+    batch = RolloutBatch(
+        prompts, responses, logged, reasons, weight_version=0, conversations=conversations
+    )
     engine: Any = RecordedEngine(batch)
     trainer = LocalTrainer(config, prepare_run(config), engine)
     trainer.rewards = lambda prompts, responses: rewards  # type: ignore[method-assign]  # the recorded ones
@@ -178,14 +223,20 @@ def in_local(config: Config) -> dict[str, Any]:
     }
 
 
-def main(folder: Path, output: str) -> None:
+def main(folder: Path, output: str, kind: str = "") -> None:
     torch.distributed.init_process_group("cpu:gloo")
     make_files(folder)
     os.chdir(folder)
-    backends = in_verl(changed(KEYS)) | {"local": in_local(changed(KEYS | {"backend": "local"}))}
+    keys = KEYS | (LIMIT if kind else {})
+    try:
+        backends = in_verl(changed(keys), kind)
+    except UserError as error:
+        backends = {"error": {"what": str(error)}}
+    else:
+        backends["local"] = in_local(changed(keys | {"backend": "local"}), kind)
     Path(output).write_text(json.dumps(backends), encoding="utf-8")
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])

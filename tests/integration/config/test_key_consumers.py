@@ -109,6 +109,7 @@ ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "roll
 LOSS, QUANT, OPTIM = f"{ACTOR}.policy_loss", f"{ACTOR}.fsdp_config.quant", f"{ACTOR}.optim"
 ENGINE, MUON = f"{ROLLOUT}.engine_kwargs.vllm", f"{OPTIM}.override_optimizer_config"
 CORRECTION = f"{LOSS}.correction"
+TURNS, ASKED = f"{ROLLOUT}.multi_turn", {"rollout.environment": "tools.py:answer"}
 GPU = {"trainer.n_gpus_per_node": 2}
 TOKENS = {"actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_gpu": 300} | {
     f"actor.{kind}_micro_batch_size_per_gpu": None for kind in ("ppo", "log_prob")
@@ -158,6 +159,12 @@ VERL: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     "rollout.enable_prefix_caching": (True, f"{ROLLOUT}.enable_prefix_caching"),
     "rollout.free_cache_engine": (False, f"{ROLLOUT}.free_cache_engine"),
     "rollout.tensor_model_parallel_size": (2, f"{QUANT}.tensor_model_parallel_size", GPU),
+    "rollout.environment": ("tools.py:answer", f"{ROLLOUT}.agent.default_agent_loop"),
+    "multi_turn.tool_response_truncate_side": ("left", f"{TURNS}.tool_response_truncate_side", ASKED),
+    **{
+        f"multi_turn.{name}": (3, f"{TURNS}.{name}", ASKED)
+        for name in MultiTurnConfig.model_fields.keys() - {"tool_response_truncate_side"}
+    },
     "rollout.router_replay": ("off", f"{QUANT}.router_replay"),
     "quant.scheme": ("fp8", f"{QUANT}.scheme"),
     "quant.group_size": (64, f"{ENGINE}.hf_overrides"),
@@ -238,11 +245,6 @@ NOT_VERL: dict[str, tuple[Any, dict[str, Any]]] = {
     "rollout.top_p": (0.8, {}),
     "rollout.top_k": (20, {}),
     "rollout.rebuild_on_failure": (True, {}),
-    "rollout.environment": ("tools.py:answer", {}),
-    **dict.fromkeys(
-        (f"multi_turn.{name}" for name in MultiTurnConfig.model_fields),
-        (1, {"rollout.environment": "tools.py:answer"}),
-    ),
     "filter_groups.enable": (True, {}),
     "filter_groups.max_num_gen_batches": (3, {"filter_groups.enable": True}),
     "reward.overlong_buffer_len": (3, {}),

@@ -9,12 +9,10 @@ import sys
 
 import pytest
 from checkout import ROOT
-from verl_runs import NAMED
 
 pytest.importorskip("verl")
 
-from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
+from verl_command_lines import ROLLOUT, composed, keys_of, told
 
 from qarl.config.read_config import available_configs
 from qarl.errors import UserError
@@ -25,26 +23,7 @@ from qarl.verl.named_files import missing_files, refuse_unread_groups
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
-ROLLOUT = "actor_rollout_ref.rollout"
 QUANT = "actor_rollout_ref.actor.fsdp_config.quant"
-FIXED = (
-    "hydra.searchpath=[pkg://qarl.verl]",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-    *NAMED,
-)
-
-
-def composed(*overrides: str) -> DictConfig:
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*FIXED, *overrides])
-
-
-def told(*overrides: str) -> list[UserError]:
-    return composed_errors(composed("+qarl=w4a16", *overrides))
-
-
-def keys_of(errors: list[UserError]) -> list[str]:
-    return [(error.where or "").removeprefix("+") for error in errors]
 
 
 @pytest.mark.parametrize(
@@ -110,11 +89,6 @@ CONFLICTS = [
 @pytest.mark.parametrize(("override", "key"), CONFLICTS)
 def test_what_qarl_does_not_run_in_is_refused_by_name(override: str, key: str) -> None:
     assert keys_of(told(override)) == [key]
-
-
-def test_several_turns_with_a_loop_that_has_them() -> None:
-    loop = f"{ROLLOUT}.agent.default_agent_loop=tool_agent"
-    assert told(f"{ROLLOUT}.multi_turn.enable=true", loop) == []
 
 
 def test_a_warmup_that_never_ends() -> None:

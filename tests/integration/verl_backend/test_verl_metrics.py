@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +14,21 @@ pytestmark = pytest.mark.verl
 Logs = dict[str, dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Logs:
-    """Backend -> the metrics of its step."""
-    folder = tmp_path_factory.mktemp("same_batch")
-    run_ranks("verl_same_batch.py", 1, folder / "files", folder / "metrics.json", **RAYS)
+def logged(folder: Path, *kind: str) -> Logs:
+    """Backend -> the metrics of its step on the recorded batch of a kind."""
+    run_ranks("verl_same_batch.py", 1, folder / "files", folder / "metrics.json", *kind, **RAYS)
     read: Logs = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     return read
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Logs:
+    return logged(tmp_path_factory.mktemp("same_batch"))
+
+
+@pytest.fixture(scope="module")
+def logs_of_turns(tmp_path_factory: pytest.TempPathFactory) -> Logs:
+    return logged(tmp_path_factory.mktemp("turns"), "turns")
 
 
 @pytest.mark.parametrize("backend", ["local", "verl"])
@@ -29,6 +38,26 @@ def test_the_table_has_every_metric(logs: Logs, backend: str) -> None:
 
 
 def test_what_the_table_calls_equal_is_equal(logs: Logs) -> None:
+    assert_equal_where_the_table_says_so(logs)
+
+
+def test_conversations_have_the_same_metrics(logs: Logs, logs_of_turns: Logs) -> None:
+    """Contexts are outside of all that both backends measure and train on."""
+    assert_equal_where_the_table_says_so(logs_of_turns)
+    for log in (logs_of_turns["local"], logs_of_turns["verl"]):
+        assert log["turns/mean"] == 2 and log["turns/context_tokens"] == 2
+        assert log["turns/failures"] == 0.5
+        assert log["response_length/mean"] == logs["local"]["response_length/mean"] - 2
+        assert log["mismatch/abs_max"] < 3  # the contexts' own would be 4.2
+
+
+def test_contexts_in_the_mask_by_mistake_are_noticed(tmp_path: Path) -> None:
+    """A context was not sampled, so its log-prob in the rollout is 0, and the trainer's is not."""
+    (error,) = logged(tmp_path, "unmasked").values()
+    assert "mismatch_limit" in error["what"]
+
+
+def assert_equal_where_the_table_says_so(logs: Logs) -> None:
     """K3 of a micro-batch differs in its last bit, because verl's micro-batch is as wide as its longest response."""
     logged = (logs["local"], logs["verl"])
     local, verl = (

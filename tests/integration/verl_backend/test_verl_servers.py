@@ -27,7 +27,7 @@ import ray
 import transfer_queue as tq
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from qarl.verl import failures, reward
+from qarl.verl import failures, first_error, reward
 from qarl.verl import sampler as sampler_module
 from qarl.verl.ask_servers import RESUME, Watch, preemptions_in, servers_have_base
 from qarl.verl.sampler import PromptReplayBuffer
@@ -171,6 +171,7 @@ def sampler(monkeypatch, actors):
     monkeypatch.setattr(tq, "kv_list", lambda: state)
     monkeypatch.setattr(tq, "kv_clear", lambda **kwargs: None)
     monkeypatch.setattr(sampler_module, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(first_error, "_errors", [])
     return PromptReplayBuffer(**KWARGS), state
 
 
@@ -199,9 +200,8 @@ def test_a_failed_group_is_an_error_although_it_has_responses(sampler, others, p
     assert caught.value.where == "a"
 
 
-def test_a_reward_that_failed_is_named_with_its_row_and_exception(sampler, tmp_path, monkeypatch):
+def test_a_reward_that_failed_is_named_with_its_row_and_exception(sampler, tmp_path):
     """The stub of Ray's reward worker calls in this process, where the reward has failed."""
-    monkeypatch.setattr(reward, "_refusals", [])
     (tmp_path / "rewards.py").write_text("def score(**_): return {}['key']")
     keys = {"function": "rewards.py:score", "timeout_s": 60, "workers": 1, "folder": str(tmp_path)}
     arguments = {

@@ -11,21 +11,13 @@ from typing import Any
 
 import pytest
 import transformers
-from chat_tokenizers import save_chat_tokenizer
+from chat_tokenizers import TOOL_TEMPLATE, save_chat_tokenizer
 
 from qarl.turns.conversation import Conversation, Message, Sampled
 from qarl.turns.frame import ChatFrame
 from qarl.turns.loop import Limits, take
 from qarl.turns.reply import Reply
 
-TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'tool' %}"
-    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user{% endif %}\n<tool_response>\n"
-    "{{ m['content'] }}\n</tool_response>"
-    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>\n{% endif %}"
-    "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 ASKED = [{"role": "user", "content": "17 * 3?"}]
 
 
@@ -56,7 +48,7 @@ def test_verl_has_the_same_ids_and_masks(tmp_path: Path, name: str) -> None:
     from verl.utils.tokenizer.continuous_token import QwenContinuousTokenBuilder
 
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(save_chat_tokenizer(tmp_path))
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = TOOL_TEMPLATE
     limits = Limits(turns=9, response=300, characters=10_000)
     builder = QwenContinuousTokenBuilder(tokenizer)
     frame = ChatFrame(tokenizer, [tokenizer.eos_token_id])

@@ -48,6 +48,30 @@ def test_threads_and_long_prompts(threads: int, prompt: int, tmp_path: Path) -> 
         assert f"{threads} threads" in text and "set trainer.num_threads=1" in text
 
 
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize("keys", [["backend=local"], ["backend=verl"]])
+def test_long_conversations_have_sessions_only_in_the_local_backend(
+    keys: list[str], beyond: int, tmp_path: Path
+) -> None:
+    """All but the last token of a row may be a prompt."""
+    lengths = [
+        "data.max_prompt_length=32",
+        f"data.max_response_length={EXACT_PROMPT - 31 + beyond}",
+    ]
+    asked = ["rollout.environment=tools.py:answer", "trainer.num_threads=1"]
+    said = exceptions(config(tmp_path, *keys, *lengths, *asked), tiny())
+    assert len(said) == (keys == ["backend=verl"] and beyond)
+    assert all(f"later turns of conversations of more than {EXACT_PROMPT}" in text for text in said)
+
+
+def test_verls_own_loops_may_have_turns(tmp_path: Path) -> None:
+    key = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    lengths = ["backend=verl", "trainer.num_threads=1", "data.max_response_length=3000"]
+    for loop, number in (("tool_agent", 1), ("qarl_single_turn", 0)):
+        said = exceptions(config(tmp_path, *lengths, f"verl={{{key}: {loop}}}"), tiny())
+        assert len(said) == number
+
+
 @pytest.mark.parametrize(
     ("rank", "targets", "responses"),
     [

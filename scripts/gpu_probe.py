@@ -36,10 +36,13 @@ import torch.nn.functional as F
 
 from qarl.bench.report import facts
 from qarl.bench.timing import measure
+from qarl.kernels.base import PreparedWeight
 from qarl.kernels.cuda.machete_schedules import SCHEDULES, plan, whole
+from qarl.kernels.int4_planes import to_pairs
+from qarl.kernels.triton.planes import to_planes
 from qarl.kernels.triton.quantize import dequantize_int4, quantize_int4
 from qarl.kernels.triton.tiles import Tile
-from qarl.kernels.triton.w4a16 import w4a16_linear
+from qarl.kernels.triton.w4a16_forward import w4a16_linear
 
 GROUP = 128
 REFERENCE_ROWS = 4096
@@ -93,10 +96,11 @@ CPU = Sizes(
 
 
 class Weight(NamedTuple):
-    """A random weight: int4 codes with BF16 scales, and the BF16 weight that they mean."""
+    """A random weight: int4 codes with BF16 scales, as Triton's kernel reads them, and the BF16 weight they mean."""
 
     packed: torch.Tensor
     scale: torch.Tensor
+    planes: PreparedWeight
     dequantized: torch.Tensor
 
 
@@ -115,7 +119,8 @@ class Probe:
         n, k = self.sizes.weights[name]
         dense = torch.randn(n, k, device=self.device).bfloat16() / k**0.5
         packed, scale, _ = quantize_int4(dense, GROUP)
-        return Weight(packed, scale, dequantize_int4(packed, scale))
+        planes = PreparedWeight(to_planes(packed), to_pairs(scale))
+        return Weight(packed, scale, planes, dequantize_int4(packed, scale))
 
     def inputs(self, rows: int, k: int) -> torch.Tensor:
         return torch.randn(rows, k, device=self.device).bfloat16()
@@ -153,7 +158,7 @@ class Probe:
             shares: dict[str, float] = {}
             for rows, tiles in self.sizes.tiles.items():
                 for tile in tiles:
-                    y = w4a16_linear(x[:rows], weight.packed, weight.scale, tile=tile)
+                    y = w4a16_linear(x[:rows], *weight.planes, tile=tile)
                     first = y if first is None else first
                     common = min(len(first), len(y))
                     shares[f"{list(tile)} against cuBLAS"] = share(y, expected)
@@ -241,7 +246,7 @@ class Probe:
         for tile in self.sizes.tiles[most]:
             yield (
                 str(list(tile)),
-                partial(w4a16_linear, x, weight.packed, weight.scale, tile=tile),
+                partial(w4a16_linear, x, *weight.planes, tile=tile),
             )
         if self.device.type == "cuda" and library() is not None:
             multiply = Machete()

@@ -35,10 +35,14 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from qarl.bench.timing import CpuClock, GpuClock
+from qarl.kernels.int4_planes import BLOCK, to_pairs
 from qarl.kernels.triton import experts as grouped
-from qarl.kernels.triton import scaled_mm, w4a16
+from qarl.kernels.triton import scaled_mm
 from qarl.kernels.triton import tiles as tables
+from qarl.kernels.triton.planes import to_planes
 from qarl.kernels.triton.tiles import Tile
+from qarl.kernels.triton.w4a16 import w4a16_backward_input
+from qarl.kernels.triton.w4a16_forward import w4a16_linear
 
 SHAPES = (
     (2048, 1536),
@@ -79,7 +83,7 @@ def candidates(operation: str, m: int) -> Iterator[Tile]:
     wide, deep = (
         ((32, 64), (256,))
         if backward
-        else ((64, 128, 256), (64, 128) if "w4a16" in operation else (128,))
+        else ((64, 128, 256), (64, 128) if operation.startswith("grouped_w4a16") else (BLOCK,))
     )
     for rest in itertools.product(blocks, wide, deep, (4, 8), (3, 4), per_sm):
         tile = Tile(*rest)
@@ -103,15 +107,18 @@ def make_call(operation: str, m: int, shape: tuple[int, ...], device: torch.devi
         scale = torch.rand(*experts, n, k // GROUP, device=device).bfloat16()
         backward = name.endswith("backward")
         x = torch.randn(rows, n if backward else k, device=device).bfloat16()
-        dense = w4a16.w4a16_backward_input if backward else w4a16.w4a16_linear
         many = grouped.grouped_w4a16_backward_input if backward else grouped.grouped_w4a16_linear
-        run: Any = many if experts else dense
-        return lambda tile: run(x, packed, scale, *more, tile=tile)
+        if experts:
+            return lambda tile: many(x, packed, scale, *more, tile=tile)
+        if backward:
+            return lambda tile: w4a16_backward_input(x, packed, scale, tile=tile)
+        planes, pairs = to_planes(packed), to_pairs(scale)
+        return lambda tile: w4a16_linear(x, planes, pairs, tile=tile)
     dtype = torch.int8 if name == "w8a8" else torch.float8_e4m3fn
     x = torch.randn(rows, k, device=device).mul(20).clamp(-127, 127).to(dtype)
     weight = torch.randn(*experts, n, k, device=device).mul(20).clamp(-127, 127).to(dtype)
     scales = torch.rand(rows, 1, device=device), torch.rand(*experts, n, 1, device=device)
-    run = grouped.grouped_scaled_mm if experts else scaled_mm.scaled_mm
+    run: Any = grouped.grouped_scaled_mm if experts else scaled_mm.scaled_mm
     fast = name == "fp8_fast"
     return lambda tile: run(
         x, scales[0], weight, scales[1], *more, fast_accumulation=fast, tile=tile

@@ -32,6 +32,7 @@ from qarl.kernels.triton.experts import (
 )
 from qarl.kernels.triton.norm_widths import VECTOR
 from qarl.kernels.triton.norms import norm_tile, rms_norm_backward_kernel, rms_norm_kernel
+from qarl.kernels.triton.planes import dequantize_planes_kernel, to_planes_kernel
 from qarl.kernels.triton.quantize import (
     WEIGHT_TILE,
     codes_from_marlin_kernel,
@@ -44,7 +45,8 @@ from qarl.kernels.triton.quantize import (
 from qarl.kernels.triton.router import router_kernel
 from qarl.kernels.triton.scaled_mm import scaled_mm_kernel
 from qarl.kernels.triton.tiles import Tile, tables
-from qarl.kernels.triton.w4a16 import w4a16_backward_kernel, w4a16_kernel
+from qarl.kernels.triton.w4a16 import w4a16_backward_kernel
+from qarl.kernels.triton.w4a16_forward import w4a16_kernel
 
 TARGETS = {"ampere": 80, "hopper": 90, "blackwell": 100, "blackwell_geforce": 120}
 
@@ -99,7 +101,8 @@ POINTERS = {
     **dict.fromkeys(("x_scale_ptr", "w_scale_ptr", "workspace_ptr"), "*fp32"),
     **dict.fromkeys(("counter_ptr", "ends_ptr"), "*i32"),
     "token_ptr": "*i64",
-    "packed_ptr": "*i16",
+    **dict.fromkeys(("packed_ptr", "planes_ptr"), "*i16"),
+    "pairs_ptr": "*i32",
 }
 """Of products."""
 FP8_TARGETS = ((False, (80,)), (True, (90, 100, 120)))
@@ -206,6 +209,7 @@ def _quantize() -> Iterator[AotKernel]:
         configs = tuple(AotConfig({"WORDS_PER_GROUP": words, "BLOCK": 512}) for words in (4, 16))
         types = {"packed_ptr": "*i32", "scale_ptr": scale, "out_ptr": "*bf16"}
         yield AotKernel(dequantize_int4_kernel, types, configs)
+    yield from _planes()
     for fp8 in (False, True):
         types = {
             "x_ptr": "*bf16",
@@ -228,6 +232,15 @@ def _quantize() -> Iterator[AotKernel]:
             for hardware, targets in FP8_TARGETS
         )
         yield AotKernel(quantize_tokens_kernel, types, configs, ("cols", "row_stride"))
+
+
+def _planes() -> Iterator[AotKernel]:
+    constants = {"BLOCKS": 16, "HALVES": 32}
+    types = {"packed_ptr": "*i16", "planes_ptr": "*i16"}
+    yield AotKernel(to_planes_kernel, types, (AotConfig(constants),), ("K",))
+    types = {"planes_ptr": "*i16", "pairs_ptr": "*i32", "out_ptr": "*bf16"}
+    configs = tuple(AotConfig({"GROUP": group, **constants}) for group in (32, 128))
+    yield AotKernel(dequantize_planes_kernel, types, configs, ("K",))
 
 
 def _between_products() -> Iterator[AotKernel]:

@@ -10,6 +10,7 @@ import torch
 
 from qarl.kernels import grouped
 from qarl.kernels.int4 import dequantize_int4
+from qarl.kernels.int4_planes import to_pairs
 from qarl.schemes.kernel_choice import KernelChoice
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -35,6 +36,13 @@ def w4a16(
     )
 
 
+def in_planes(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the forward reads of a weight in the wire format."""
+    from qarl.kernels.triton.planes import to_planes
+
+    return to_planes(packed), to_pairs(scale)
+
+
 def error(output: torch.Tensor, expected: torch.Tensor) -> float:
     return float((output.double() - expected.double()).norm() / expected.double().norm())
 
@@ -42,7 +50,8 @@ def error(output: torch.Tensor, expected: torch.Tensor) -> float:
 def test_plane(device: torch.device) -> None:
     """The PTX that makes two weights of two codes (`w4a16.plane`): every code, times scales of every exponent that
     matters, bit for bit: the product with the identity is the weight itself."""
-    from qarl.kernels.triton.w4a16 import PTX, w4a16_backward_input, w4a16_linear
+    from qarl.kernels.triton.w4a16 import PTX, w4a16_backward_input
+    from qarl.kernels.triton.w4a16_forward import w4a16_linear
 
     n, k, group = 128, 256, 32
     generator = torch.Generator().manual_seed(0)
@@ -53,7 +62,7 @@ def test_plane(device: torch.device) -> None:
     scale = (torch.rand(n, k // group, generator=generator) * 2.0**exponents).bfloat16().to(device)
     weight = dequantize_int4(packed, scale)
     assert torch.equal(
-        w4a16_linear(torch.eye(k, device=device).bfloat16(), packed, scale), weight.t()
+        w4a16_linear(torch.eye(k, device=device).bfloat16(), *in_planes(packed, scale)), weight.t()
     )
     assert torch.equal(
         w4a16_backward_input(torch.eye(n, device=device).bfloat16(), packed, scale), weight
@@ -65,7 +74,7 @@ def test_split_sums(device: torch.device) -> None:
     """The acquire and release counter of `tiles.py`: the same bits every time, and counters left at zero."""
     from qarl.kernels.triton import tiles
     from qarl.kernels.triton.tiles import choose, parts
-    from qarl.kernels.triton.w4a16 import w4a16_linear
+    from qarl.kernels.triton.w4a16_forward import w4a16_linear
 
     n, k, rounds = (512, 16384, 300) if device.type == "cuda" else (128, 2048, 2)
     packed, scale, x = w4a16(n, k, 16, device)
@@ -74,9 +83,10 @@ def test_split_sums(device: torch.device) -> None:
     assert parts(tile, -(-n // tile.BN), -(-k // tile.BK), device) > 1, (
         "this shape is not split: it tries nothing"
     )
-    first = w4a16_linear(x, packed, scale)
+    weight = in_planes(packed, scale)
+    first = w4a16_linear(x, *weight)
     assert error(first, x.double() @ dequantize_int4(packed, scale).double().t()) <= 3e-3
-    assert all(torch.equal(w4a16_linear(x, packed, scale), first) for _ in range(rounds))
+    assert all(torch.equal(w4a16_linear(x, *weight), first) for _ in range(rounds))
     assert [int(counter.abs().sum()) for counter in tiles._COUNTERS.values()] == [0] * len(
         tiles._COUNTERS
     )
@@ -124,18 +134,20 @@ def test_graphs() -> None:
     from qarl.kernels.triton.linears import unavailable
     from qarl.kernels.triton.quantize import quantize_tokens
     from qarl.kernels.triton.scaled_mm import scaled_mm
-    from qarl.kernels.triton.w4a16 import w4a16_backward_input, w4a16_linear
+    from qarl.kernels.triton.w4a16 import w4a16_backward_input
+    from qarl.kernels.triton.w4a16_forward import w4a16_linear
     from qarl.schemes.base import FP8_FP8
 
     device = torch.device("cuda", 0)
     packed, scale, x = w4a16(512, 4096, 16, device)
+    weight = in_planes(packed, scale)
     grad = torch.randn(16, 512, device=device).bfloat16()
     values = torch.randint(-127, 128, (512, 4096), dtype=torch.int8, device=device)
     channel = torch.ones(512, 1, device=device)
     stacked = {"weight_packed": packed.view(4, 128, -1), "weight_scale": scale.view(4, 128, -1)}
     ends = torch.tensor([3, 3, 9, 16], dtype=torch.int32, device=device)
     calls: dict[str, Callable[[], torch.Tensor]] = {
-        "w4a16": lambda: w4a16_linear(x, packed, scale),
+        "w4a16": lambda: w4a16_linear(x, *weight),
         "w4a16 dX": lambda: w4a16_backward_input(grad, packed, scale),
         "w8a8": lambda: scaled_mm(*quantize_tokens(x, torch.int8), values, channel),
         "grouped": lambda: grouped.product(x, None, grouped.Stack(stacked), ends),

@@ -17,8 +17,9 @@ from typing import ClassVar
 import torch
 
 from qarl.kernels.base import LinearKernel, PreparedWeight, capability, has_gpu, is_gpu
+from qarl.kernels.int4_planes import to_pairs, to_planes
 from qarl.kernels.speed import on_hopper
-from qarl.schemes.base import FP8_FP8, INT4_BF16, INT8_INT8, Operands
+from qarl.schemes.base import FP8_FP8, INT4_BF16, INT8_INT8, Operands, Scheme
 from qarl.schemes.kernel_choice import KernelChoice
 
 LEAST_CAPABILITY = (8, 0)
@@ -57,22 +58,33 @@ class _TritonLinear(LinearKernel):
 
 
 class TritonW4A16Linear(_TritonLinear):
-    """int4 weights, dequantized in registers, or with many rows in a transient buffer (w4a16.py)."""
+    """int4 weights, dequantized in registers, or with many rows in a transient buffer (w4a16_forward.py)."""
 
     operands = INT4_BF16
+    group_sizes = tuple(2**exponent for exponent in range(5, 13))
     batch_invariant = False
-    speed = on_hopper("bf16", "triton", 0.501, 0.764, 0.703)
+    speed = on_hopper("bf16", "triton", 0.501, 0.764, 0.703)  # with codes in the order of the wire
+
+    @classmethod
+    def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
+        rows, columns = shape
+        assert scheme.group_size is not None
+        return rows * columns // 2 + 4 * rows * (columns // scheme.group_size)
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWeight:
-        """Return the wire tensors themselves."""
-        return PreparedWeight(tensors["weight_packed"], tensors["weight_scale"])
+        """Return the codes in planes, int32 [N, K/8], and each scale twice, int32 [N, K/g]
+        (`qarl.kernels.int4_planes`)."""
+        convert = to_planes
+        if unavailable(INT4_BF16, tensors["weight_packed"].device) is None:
+            from qarl.kernels.triton.planes import to_planes as convert
+        return PreparedWeight(convert(tensors["weight_packed"]), to_pairs(tensors["weight_scale"]))
 
     @classmethod
     def linear(
         cls, x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        from qarl.kernels.triton.w4a16 import w4a16_linear
+        from qarl.kernels.triton.w4a16_forward import w4a16_linear
 
         return w4a16_linear(x, *prepared, bias, batch_invariant=cls.batch_invariant)
 

@@ -1,10 +1,11 @@
-"""W4A16 on a GPU: y = x W^T + b and dX = dY W, from the packed int4 weight of the wire.
+"""W4A16 on a GPU: y = x W^T + b (`w4a16_forward.py`) and dX = dY W (here), from packed int4 weights.
 
 Each product has two paths. The tables (`tiles.json`) say up to how many rows M the first one is used:
 
 - fused: the weight is dequantized in registers. This moves N K / 2 bytes of codes, 2 N K / g of
-  scales and 2 M (N + K) of activations, for 2 M N K flops. On an H200 (4.3 TB/s, 790 TFLOP/s) memory is the limit for M
-  below 46. There it is faster because the weight has 3.9 times fewer bytes than in BF16 (g = 128).
+  scales (twice as many in the forward) and 2 M (N + K) of activations, for 2 M N K flops. On an H200 (4.3 TB/s, 790
+  TFLOP/s) memory is the limit for M below 46. There it is faster because the weight has 3.9 times fewer bytes than in
+  BF16 (g = 128).
 - dequantized: one pass writes W as BF16 to a transient buffer of 2 N K bytes, and cuBLAS multiplies. The pass adds 3%
   to the time at M = 8192.
 
@@ -14,18 +15,17 @@ Few rows make few tiles, so several programs share a sum over K (N for dX). Thei
 (`tiles.py`), so the same inputs give the same bits. With `batch_invariant` there is one order over K and no split for
 every M, so the bits of a row do not depend on the number of rows.
 
-An output tile is computed from the packed weight. Dense and grouped kernels (`experts.py`) share it.
-
-An int32 of the wire format is read as two int16. An int16 has the codes of k = 4h, 4h+1, 4h+2, 4h+3, lowest bits first.
-A tile of int16 gives four planes, one for each position j in the int16. Plane j is multiplied by the activations at k =
-4h + j. This has three advantages over codes in the order of K:
+dX and the products of experts (`experts.py`), which share a tile, read the wire format. An int32 is read as two int16.
+An int16 has the codes of k = 4h, 4h+1, 4h+2, 4h+3, lowest bits first. A tile of int16 gives four planes, one for each
+position j in the int16. Plane j is multiplied by the activations at k = 4h + j. The forward's planes have adjacent
+columns instead. Planes have three advantages over codes in the order of K:
 
 - No data moves between threads. A tensor core takes BF16 operands as 32-bit registers of two adjacent values. Two
   adjacent int16 also fill one such register, and `(r >> 4j) & 0x000F000F` leaves their two codes in the right places.
 - Four instructions make two weights. OR with 0x4300 makes 128 + code in BF16, and subtracting 136 makes code - 8, both
   exactly. Only the multiplication by the scale rounds, as in vLLM's CPU kernel and in Marlin.
-- The weight is the first operand (acc is [N, M]), which Hopper's tensor cores can read from registers. So the
-  dequantized tile never goes through shared memory. The second operand may have as few as 8 rows of activations.
+- The weight is the first operand (acc is [N, M]), which Hopper's tensor cores can read from registers. The second
+  operand may have as few as 8 rows of activations.
 
 Legend: BM rows of activations or gradients, BN output channels, BK input channels, BH = BK / 4 int16, GROUP the group
 size. Offsets inside a tile are 32 bits wide, so larger offsets are added to the pointer.
@@ -34,7 +34,6 @@ size. Offsets inside a tile are 32 bits wide, so larger offsets are added to the
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -72,27 +71,36 @@ _ASSEMBLY_3 = tl.constexpr(_assembly(3))
 def plane(packed, scale, POSITION: tl.constexpr, PTX: tl.constexpr):
     """Return the BF16 weights of the codes at POSITION (0..3) in each int16 of `packed`.
 
-    `scale`: BF16, of the shape of `packed`. `PTX`: use NVIDIA's instructions (sm_80 and later). Triton's arithmetic
-    gives the same values.
+    `scale`: of the shape of `packed`, BF16, or int32 with the scale in both halves. `PTX`: use NVIDIA's instructions
+    (sm_80 and later). Triton's arithmetic gives the same values.
     """
+    PAIRS: tl.constexpr = scale.dtype == tl.int32
     if not PTX:
         code = (packed.to(tl.int32) >> (4 * POSITION)) & 0xF
-        return to_bf16((code - 8).to(tl.float32) * to_fp32(scale))
+        return to_bf16((code - 8).to(tl.float32) * (of_pair(scale) if PAIRS else to_fp32(scale)))
+    # Two scales in BF16 fill the register $2. Two pairs fill $2 and $3, which are equal.
+    OPERANDS: tl.constexpr = "=r,r,r,r" if PAIRS else "=r,r,r"
     if POSITION == 0:
         return tl.inline_asm_elementwise(
-            _ASSEMBLY_0, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2
+            _ASSEMBLY_0, OPERANDS, [packed, scale], tl.bfloat16, is_pure=True, pack=2
         )
     if POSITION == 1:
         return tl.inline_asm_elementwise(
-            _ASSEMBLY_1, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2
+            _ASSEMBLY_1, OPERANDS, [packed, scale], tl.bfloat16, is_pure=True, pack=2
         )
     if POSITION == 2:
         return tl.inline_asm_elementwise(
-            _ASSEMBLY_2, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2
+            _ASSEMBLY_2, OPERANDS, [packed, scale], tl.bfloat16, is_pure=True, pack=2
         )
     return tl.inline_asm_elementwise(
-        _ASSEMBLY_3, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2
+        _ASSEMBLY_3, OPERANDS, [packed, scale], tl.bfloat16, is_pure=True, pack=2
     )
+
+
+@triton.jit
+def of_pair(pair):
+    """Return the FP32 value of the scale in both halves of an int32."""
+    return (pair << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -276,35 +284,6 @@ def store_rows(acc, y_ptr, row, column, M, N, BM: tl.constexpr, BN: tl.constexpr
 
 
 @triton.jit
-def w4a16_kernel(
-    x_ptr, packed_ptr, scale_ptr, bias_ptr, y_ptr, workspace_ptr, counter_ptr, M, N, K, stride_xm, parts,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """The grid is (tiles, parts). Adjacent programs share a tile of the weight. Without workspace, parts is 1."""
-    tile = tl.program_id(0)
-    part = tl.program_id(1)
-    tiles_m = tl.cdiv(M, BM)
-    row = (tile % tiles_m) * BM
-    column = (tile // tiles_m) * BN
-    x_rows = tl.minimum(tl.arange(0, BM), M - 1 - row) * stride_xm
-    channels = tl.minimum(tl.arange(0, BN), N - 1 - column)
-    blocks = tl.cdiv(K, BK)
-    share = tl.cdiv(blocks, parts)
-    acc = forward_tile(
-        x_ptr + row.to(tl.int64) * stride_xm, x_rows,
-        packed_ptr + column.to(tl.int64) * (K // 4), scale_ptr + column.to(tl.int64) * (K // GROUP), channels,
-        K, part * share, tl.minimum(part * share + share, blocks), BM, BN, BK, GROUP, EVEN_K, PTX,
-    )  # fmt: skip
-    if workspace_ptr is None:
-        store_forward(acc, bias_ptr, y_ptr, row, column, M, N, BM, BN)
-    else:
-        tiles = tl.num_programs(0)
-        if leave_part(acc, workspace_ptr, counter_ptr, tile, tiles, part, parts, BN, BM):
-            total = sum_parts(workspace_ptr, counter_ptr, tile, tiles, parts, BN, BM)
-            store_forward(total, bias_ptr, y_ptr, row, column, M, N, BM, BN)
-
-
-@triton.jit
 def w4a16_backward_kernel(
     grad_ptr, packed_ptr, scale_ptr, dx_ptr, workspace_ptr, counter_ptr, M, N, K, stride_gm, parts,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr,
@@ -332,38 +311,6 @@ def w4a16_backward_kernel(
             store_rows(total, dx_ptr, row, column, M, K, BM, BK)
 
 
-def w4a16_linear(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    batch_invariant: bool = False,
-    tile: Tile | None = None,
-) -> torch.Tensor:
-    """Return x W^T + b, BF16 [M, N].
-
-    x [M, K] BF16 (rows may be strided), `packed` int32 [N, K/8], `scale` BF16 [N, K/g], bias BF16 [N]. `tile` overrides
-    the table (for tests and tuning). Raise ValueError if g is not a power of two, at least 8.
-    """
-    group, n, (m, k) = group_size(packed, scale), packed.shape[0], x.shape
-    tile = tile or choose("w4a16_invariant" if batch_invariant else "w4a16", x.device, m)
-    if tile is None:
-        return F.linear(x, dequantize_int4(packed, scale), bias)
-    y = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
-    x = adjacent(x)
-    tiles = triton.cdiv(m, tile.BM) * triton.cdiv(n, tile.BN)
-    count, workspace, counter = split(
-        tile, tiles, triton.cdiv(k, tile.BK), tile.BM * tile.BN, x.device
-    )
-    launch(
-        w4a16_kernel, (tiles, count),
-        x, packed.view(torch.int16), scale, bias, y, workspace, counter, m, n, k, x.stride(0), count,
-        tile.BM, tile.BN, tile.BK, group, k % tile.BK == 0, PTX, **tile.launch, **LAUNCH,
-    )  # fmt: skip
-    return y
-
-
 def w4a16_backward_input(
     grad: torch.Tensor,
     packed: torch.Tensor,
@@ -371,7 +318,11 @@ def w4a16_backward_input(
     *,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Return dX = grad W, BF16 [M, K], from grad BF16 [M, N]. Arguments and errors are those of `w4a16_linear`."""
+    """Return dX = grad W, BF16 [M, K], from grad BF16 [M, N].
+
+    `packed` int32 [N, K/8], `scale` BF16 [N, K/g]. `tile` overrides the table (for tests and tuning). Raise
+    ValueError if g is not a power of two, at least 8.
+    """
     group, (m, n), k = group_size(packed, scale), grad.shape, packed.shape[1] * 8
     tile = tile or choose("w4a16_backward", grad.device, m)
     if tile is None:
@@ -390,9 +341,9 @@ def w4a16_backward_input(
     return dx
 
 
-def group_size(packed: torch.Tensor, scale: torch.Tensor) -> int:
+def group_size(packed: torch.Tensor, scale: torch.Tensor, least: int = 8) -> int:
     """Return g of `packed` [..., N, K/8] and `scale` [..., N, K/g]. Raise ValueError if no tile has such groups."""
     group = packed.shape[-1] * 8 // scale.shape[-1]
-    if group < 8 or group & (group - 1):
-        raise ValueError(f"group size {group} is not a power of two from 8 on")
+    if group < least or group & (group - 1):
+        raise ValueError(f"group size {group} is not a power of two from {least} on")
     return group

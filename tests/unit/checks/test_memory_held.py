@@ -36,6 +36,7 @@ from qarl.kernels.cpu.torch_linears import (
 from qarl.kernels.cpu.vllm_linears import VllmCpuWNA16Linear
 from qarl.kernels.experts import LowBitExperts, TritonExperts, fused_experts
 from qarl.kernels.reference import ReferenceW4A16Linear
+from qarl.kernels.triton.linears import TritonW4A16Linear
 from qarl.lora.layers import target_linears
 from qarl.process import vllm_without_device
 from qarl.quant.quantize import quantize
@@ -101,6 +102,7 @@ def test_bytes_on_the_wire_are_the_schemes(scheme: str) -> None:
         ("w4a16", ReferenceW4A16Linear),
         ("w4a16", VllmCpuWNA16Linear),
         ("w4a16", DequantizedW4A16Linear),
+        ("w4a16", TritonW4A16Linear),
         ("w4a8", CpuW4A8Linear),
         ("w8a8", TorchInt8Linear),
         ("fp8", TorchFP8Linear),

@@ -1,4 +1,4 @@
-"""The order in which a W4A16 product adds over K, and that every number of rows has the same one.
+"""A W4A16 product adds over K in ascending order, and every number of rows has the same order.
 
 The operands make a wrong order visible. Each dot product of the kernel is exact in FP32, whatever its own order. Two of
 the dots are about 2^30, and two later ones cancel them, so the sum keeps only what was added in the right order: FP32
@@ -12,12 +12,14 @@ import torch
 from triton_rig import DEVICE
 
 from qarl.kernels import int4
+from qarl.kernels.int4_planes import to_pairs
+from qarl.kernels.triton.planes import to_planes
 from qarl.kernels.triton.tiles import tables
-from qarl.kernels.triton.w4a16 import w4a16_linear
+from qarl.kernels.triton.w4a16_forward import w4a16_linear
 
 N, K = 32, 512
 TERMS = 32
-"""Products in one dot of the kernel: a tile of 128 columns of K has four."""
+"""Products in one dot of the kernel, of adjacent columns. The interpreter adds them at once, a GPU 16 at a time."""
 DOTS = K // TERMS
 MOST = 4096
 LARGE = (1, 6)
@@ -26,8 +28,7 @@ LARGE = (1, 6)
 
 def columns_of(dot: int) -> torch.Tensor:
     """The columns of K that the kernel adds in dot number `dot`."""
-    block, position = divmod(dot, 4)
-    return block * 128 + 4 * torch.arange(TERMS) + position
+    return dot * TERMS + torch.arange(TERMS)
 
 
 def operands(group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,7 +72,7 @@ def test_a_sum_ascends_over_k_and_no_number_of_rows_changes_a_bit(group: int) ->
     weight = int4.dequantize_int4(packed(codes), scale)
     expected = summed(x, weight, range(DOTS))
     assert not torch.equal(summed(x, weight, range(DOTS - 1, -1, -1)), expected)
-    tensors = packed(codes).to(DEVICE), scale.to(DEVICE)
+    tensors = to_planes(packed(codes).to(DEVICE)), to_pairs(scale.to(DEVICE))
     for rows in (1, 16, 64, 65, 512, MOST):
         y = w4a16_linear(x[:rows].to(DEVICE), *tensors, batch_invariant=True)
         assert torch.equal(y.cpu(), expected[:rows]), rows

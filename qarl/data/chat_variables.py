@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from qarl.errors import UserError, alternatives
@@ -43,7 +43,7 @@ def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
         )
 
 
-def _words(template: str | Mapping[str, str]) -> Collection[str]:
+def _words(template: str | Mapping[str, str]) -> set[str]:
     """Return the words in the code of a template, or of several templates by name."""
     texts = template.values() if isinstance(template, Mapping) else [template]
     code = (part for text in texts for part in re.findall(r"{[{%].*?[}%]}", text, re.DOTALL))

@@ -110,9 +110,9 @@ def _prompts(request: EvalRequest, settings: Settings, folder: Path) -> list[Pro
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=request.trust_remote_code)
-    options = (
-        prompt_options(settings.config, tokenizer) if settings.config else {"tokenizer": tokenizer}
-    )
+    options: dict[str, Any] = {"tokenizer": tokenizer}
+    if settings.config:
+        options = prompt_options(settings.config, tokenizer)
     options |= {"max_prompt_length": settings.max_prompt_length, "limit": request.limit}
     if request.apply_chat_template_kwargs is not None:
         options["apply_chat_template_kwargs"] = request.apply_chat_template_kwargs

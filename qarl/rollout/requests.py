@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -51,14 +52,12 @@ class RolloutBatch:
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         """Return these responses, in this order."""
-        return replace(
-            self,
-            **{
-                name: [values[row] for row in rows]
-                for name in _LISTS
-                if (values := getattr(self, name)) is not None
-            },
-        )
+        chosen: dict[str, Any] = {
+            name: [values[row] for row in rows]
+            for name in _LISTS
+            if (values := getattr(self, name)) is not None
+        }
+        return replace(self, **chosen)
 
     @classmethod
     def joined(cls, parts: Sequence[RolloutBatch]) -> RolloutBatch:
@@ -68,15 +67,13 @@ class RolloutBatch:
         if len(versions := {part.weight_version for part in parts}) > 1:
             raise RuntimeError(f"responses were sampled from weights of versions {versions}")
         columns = {name: [getattr(part, name) for part in parts] for name in _LISTS}
-        return replace(
-            parts[0],
-            preemptions=sum(part.preemptions for part in parts),
-            **{
-                name: [*chain(*column)]
-                for name, column in columns.items()
-                if not any(values is None for values in column)
-            },
-        )
+        together: dict[str, Any] = {
+            name: [*chain(*column)]
+            for name, column in columns.items()
+            if not any(values is None for values in column)
+        }
+        together["preemptions"] = sum(part.preemptions for part in parts)
+        return replace(parts[0], **together)
 
 
 _LISTS = (

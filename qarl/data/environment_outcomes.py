@@ -38,7 +38,7 @@ def call_environment(
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
     except BaseException as error:
-        return lacks_parameters(error, arguments) or _failure(error)
+        return lacks_parameters(error, arguments) or failure_of(error)
     return outcome_of(result)
 
 
@@ -46,7 +46,7 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-def _failure(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> Failure:
     """Return the failure of an exception. The model is told its type and message, and no path of this machine."""
     refused = raised(error)
     message = f"{type(error).__name__}: {error}"[:LONGEST_MESSAGE]

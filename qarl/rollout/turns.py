@@ -35,6 +35,14 @@ WARNINGS = 5
 """Rollouts of a run whose failed calls are shown."""
 
 
+class Answers(Protocol):
+    """What answers turns: an `Environment`, or what another framework's user gives."""
+
+    def respond(self, held: Sequence[tuple[Prompt, Conversation]]) -> list[Reply | Failure]: ...
+
+    def stop(self) -> None: ...
+
+
 class Engine(Protocol):
     """What conversations need of a `RolloutEngine`."""
 
@@ -85,7 +93,7 @@ class Conversations:
     `variables`: of the chat template, by name.
     `sessions`: number of conversations that are held in sessions at a time; None: each turn is a request of its own."""
 
-    environment: Environment
+    environment: Answers
     tokenizer: Any
     stop_token_ids: Sequence[int]
     limits: Limits

@@ -4,8 +4,9 @@ Settings are refused before a model is loaded or an engine starts. A resume is r
 quantized differently: transformers resumes from a folder with any settings. With another scheme the rest of the run
 would train and sample from another policy than its beginning, and no metric would show it.
 
-TRL is pinned for two reasons. Exact log-probs and the check of rewards override private methods
-(`GRPOTrainer._get_per_token_logps_and_entropies`, `_calculate_rewards`). `rollout_func` is experimental in TRL.
+TRL is pinned for two reasons. Exact log-probs, the check of rewards and conversations override private methods
+(`GRPOTrainer._get_per_token_logps_and_entropies`, `_calculate_rewards`, `_tool_call_loop`), and tools are read from
+private attributes. `rollout_func` is experimental in TRL.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from qarl.checks.inputs_record import Record, full_record, model_record
 from qarl.checks.room import check_room_of_files
 from qarl.config import Config
 from qarl.console import note
-from qarl.data.digests import sources_digest
+from qarl.data.digests import reward_source, sources_digest
 from qarl.errors import UserError
 from qarl.trainer.checkpoints import published_digests
 from qarl.trainer.input_changes import check_inputs
 from qarl.trainer.policy import Policy
 from qarl.trl.config import QUANT_KEYS, QaRLConfig
+from qarl.trl.turns import Given
 
 TRL_VERSION = "1.16.0"
 TRL_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
@@ -82,12 +84,9 @@ TBPO_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "top_entropy_quantile": ((1.0,), _NO_TERM),
     "off_policy_mask_threshold": ((None,), _NO_TERM),
 }
-_ONE_RESPONSE = "QaRL's engine makes one response to each prompt"
 ARGUMENTS = {
     "quantization_config": "it would quantize the weights that QaRL trains; quant_scheme quantizes the forward",
     "rollout_func": "QaRL's own rollout_func calls the quantized engine",
-    "tools": _ONE_RESPONSE,
-    "environment_factory": _ONE_RESPONSE,
     "optimizers": "its own AdamW keeps FP32 copies of the BF16 weights; without them, small updates would be lost",
 }
 """Arguments of `GRPOTrainer` that must be left out, and why."""
@@ -213,13 +212,18 @@ def settings_of(
     return settings | {"peft_config": dict(lora), "base": base}
 
 
-def inputs_of(hf_config: Any, tokenizer: Any, folder: str, reward_funcs: Any) -> Record:
+def inputs_of(
+    hf_config: Any, tokenizer: Any, folder: str, reward_funcs: Any, given: Given
+) -> Record:
     """Return the record of what `QaRLTrainer` sees of a run's inputs: the model's config, the tokenizer, and the source
-    of the reward functions. TRL's datasets are not in it."""
+    of reward functions, tools and environments. TRL's datasets are not in it."""
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-    return full_record(
-        model_record(hf_config, tokenizer, folder) | {"reward": sources_digest(functions)}
-    )
+    sources: Record = {"reward": sources_digest(functions)}
+    if isinstance(given.environment, str):
+        sources["environment"] = reward_source(given.environment)
+    elif given.sources:
+        sources["environment"] = sources_digest(given.sources)
+    return full_record(model_record(hf_config, tokenizer, folder) | sources)
 
 
 def check_resume(asked: str | bool | None, args: QaRLConfig, settings: Mapping[str, Any]) -> None:

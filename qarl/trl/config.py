@@ -34,6 +34,7 @@ ENGINE_KEYS = (
     "enable_prefix_caching",
 )
 QUANT_KEYS = ("scheme", "group_size", "ignore", "kernels", "align", "mismatch_limit")
+TURN_KEYS = ("max_turn_length", "max_tool_response_length", "tool_response_truncate_side")
 RUN_KEYS = {
     "model.trust_remote_code": "trust_remote_code",
     "data.max_response_length": "max_completion_length",
@@ -47,13 +48,16 @@ RUN_KEYS = {
     "optim.master_dtype": "master_dtype",
     **{f"actor.{name}": name for name in KEYS},
     **{f"reward.{name}": f"reward_{name}" for name in ("timeout_s", "workers")},
+    "multi_turn.timeout_s": "turn_timeout_s",
+    "multi_turn.workers": "environment_workers",
+    **{f"multi_turn.{name}": name for name in TURN_KEYS},
     "seed": "seed",
 }
 """Maps QaRL's keys to the fields of `QaRLConfig` that contain their values."""
 _PEFT = {"r": "r", "alpha": "lora_alpha", "target_modules": "target_modules"}
 _WORDS = {key: name for key, name in RUN_KEYS.items() if "." in key} | {"actor.loss": "loss_type"}
 _WORDS |= {f"lora.{key}": f"peft_config.{name}" for key, name in _PEFT.items()}
-_WORDS |= {"reward.function": "reward_funcs"}
+_WORDS |= {"reward.function": "reward_funcs", "rollout.environment": "environment"}
 _OTHER_NAMES = {key.rpartition(".")[2]: name for key, name in _WORDS.items()}
 _OTHER_NAMES |= {key.replace(".", "_"): name for key, name in _WORDS.items()} | _WORDS
 """What the fields are called in QaRL's config, with and without their sections -> the fields."""
@@ -105,12 +109,16 @@ class QaRLConfig(_OwnKeys):
 
 
 def run_config(
-    args: QaRLConfig, model: str, max_prompt_length: int, lora: Mapping[str, Any] | None = None
+    args: QaRLConfig,
+    model: str,
+    max_prompt_length: int,
+    lora: Mapping[str, Any] | None = None,
+    environment: str | None = None,
 ) -> Config:
     """Return QaRL's config of the run that `args` describes. For a bad value raise UserError, which names TRL's field.
 
     `max_prompt_length`: tokens of the longest prompt. TRL loads the data, so the data keys are placeholders.
-    `lora`: the section of that name, which `peft_config` sets."""
+    `lora`: the section of that name, which `peft_config` sets. `environment`: what answers turns, or None."""
     values: dict[str, Any] = {
         "name": "trl",
         "model": {"path": model},
@@ -119,7 +127,7 @@ def run_config(
             "train_batch_size": 1,
             "max_prompt_length": max_prompt_length,
         },
-        "rollout": {},
+        "rollout": {"environment": environment},
         "lora": dict(lora or {}),
         "actor": {
             "ppo_mini_batch_size": 1,
@@ -136,7 +144,8 @@ def run_config(
         config = build_config(values)
         # TRL's losses are no values of `actor.loss`, so the bands of TBPO are compared with `loss_type` here.
         fields = {key: getattr(args, name) for key, name in RUN_KEYS.items()} | {
-            "actor.loss": args.loss_type
+            "actor.loss": args.loss_type,
+            "rollout.environment": environment,
         }
         defaults = {key: getattr(QaRLConfig, name, None) for key, name in RUN_KEYS.items()}
         if misfits := problems(fields, defaults):

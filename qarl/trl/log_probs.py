@@ -7,19 +7,29 @@ fused function. Each of these changes the bits of the log-probs. So QaRL removes
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 
 from qarl.kernels.log_probs import LogitsInBlocks, log_probs_and_entropies
 from qarl.trainer.batch import Batch
 from qarl.trainer.policy import Policy
+from qarl.turns.conversation import Span, later_prefills
 
 
-def as_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor, response_width: int) -> Batch:
+def as_batch(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    response_width: int,
+    turns: Sequence[Sequence[Span]] | None = None,
+) -> Batch:
     """Return TRL's rows as QaRL's batch. A row is a prompt padded on the left, then a response padded on the right.
 
     Args:
         input_ids, attention_mask: [B, T].
         response_width: number of columns that belong to responses. They are the last columns.
+        turns: of each row, if the engine held it in a session.
     """
     prompt_lengths = attention_mask[:, :-response_width].sum(1)
     padding = input_ids.shape[1] - response_width - prompt_lengths
@@ -27,6 +37,13 @@ def as_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor, response_wid
     shifted = input_ids.gather(1, columns.clamp(max=input_ids.shape[1] - 1))
     empty = torch.zeros(len(input_ids), device=input_ids.device)
     mask = attention_mask[:, -response_width:].bool()
+    later = None
+    if turns is not None:
+        lengths = zip(prompt_lengths.tolist(), mask.any(1).tolist(), strict=True)
+        later = [
+            later_prefills(prompt, spans) if trained else ()
+            for (prompt, trained), spans in zip(lengths, turns, strict=True)
+        ]
     return Batch(
         input_ids=shifted,
         prompt_lengths=prompt_lengths,
@@ -37,7 +54,15 @@ def as_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor, response_wid
         rewards=empty,
         advantages=empty,
         weight_version=0,
+        later_prefills=later,
     )
+
+
+def sampled_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Return the mask of the tokens that the model sampled, int64 [B, T], in TRL's batch. TRL calls that of
+    conversations `tool_mask`."""
+    mask: torch.Tensor = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def log_probs_of_rows(

@@ -24,6 +24,7 @@ from qarl.step.statistics import LogProbPairs, ObjectiveStatistics
 from qarl.trainer.policy import Policy
 from qarl.trl.config import in_trls_words, trls_words
 from qarl.trl.log_probs import as_batch
+from qarl.turns.conversation import Span
 
 
 class StepMetrics:
@@ -41,18 +42,24 @@ class StepMetrics:
         )
 
     @torch.no_grad()
-    def check_noise_once(self, called: Any, inputs: dict[str, Any]) -> None:
+    def check_noise_once(
+        self,
+        called: Any,
+        inputs: dict[str, Any],
+        mask: Tensor,
+        turns: Sequence[Sequence[Span]] | None,
+    ) -> None:
         """In the first call, compare |δ| with the model's rounding noise, as the local backend's probe does.
 
         `called`: the model or DDP's wrapper around it. `inputs`: TRL's first micro-batch, of which each process
-        compares some responses.
+        compares some responses. `mask`, `turns`: of the model's tokens, and as of `as_batch`.
 
         Raises:
             MismatchError: over all processes, |δ| is more than rounding explains.
         """
         if self._noise_is_checked:
             return
-        mask = inputs["completion_mask"][:RESPONSES]
+        mask = mask[:RESPONSES]
         (tokens,) = self._summed([int(mask.sum())])
         if not tokens:
             return  # all responses were masked, as TRL does with truncated ones; the next micro-batch may have tokens
@@ -62,14 +69,14 @@ class StepMetrics:
             :RESPONSES
         ]
         rollout = inputs["sampling_per_token_logps"][:RESPONSES]
-        batch = as_batch(ids, attention_mask, rollout.shape[1])
+        batch = as_batch(ids, attention_mask, rollout.shape[1], turns and turns[:RESPONSES])
         batch.rollout_log_probs = rollout.float()
         self.policy.called = called
         noise = compare_with_noise(
             self.policy.in_comparison(),
             lambda: self.policy.batch_log_probs(batch, self.config),
             batch.rollout_log_probs,
-            batch.response_mask,
+            mask.bool(),
         )
         in_trls_words(noise.over_ranks(self._summed).check)
 

@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from qarl.data.rewards import BUILTIN
+from qarl.data.response_text import response_texts
+from qarl.data.rewards import BUILTIN, TURN_SCORES
 from qarl.data.scoring import find_reward, score_rows
 from qarl.errors import UserError
+
+TURN_COLUMNS = ("num_turns", "messages", TURN_SCORES)
+"""What reward functions get of a conversation with an environment, by name, as in `extra_info` of other backends."""
 
 
 def is_name(reward_func: Any) -> bool:
@@ -20,11 +24,14 @@ def is_name(reward_func: Any) -> bool:
     return isinstance(reward_func, str) and (":" in reward_func or reward_func in BUILTIN)
 
 
-def named_reward(spec: str, *, workers: int, timeout_s: float | None) -> Callable[..., list[float]]:
+def named_reward(
+    spec: str, *, workers: int, timeout_s: float | None, tokenizer: Any = None
+) -> Callable[..., list[float]]:
     """Return the function `spec` with TRL's signature. It is loaded now, in its first worker process.
 
     Of the dataset's columns it gets `data_source` (default: empty), `ground_truth` (or verl's `reward_model`, which has
-    it), and `extra_info` (default: empty).
+    it), and `extra_info` (default: empty). Of a conversation of several turns it gets the text of all turns and
+    answers, which `tokenizer` decodes, and what `qarl.rollout.turns.scored_prompts` adds to `extra_info`.
 
     Raises:
         UserError: the function cannot be loaded. A call raises the errors of `qarl.data.scoring.score_responses`, or
@@ -33,20 +40,27 @@ def named_reward(spec: str, *, workers: int, timeout_s: float | None) -> Callabl
     reward = find_reward(spec, workers)
     reward.load()
 
-    def call(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+    def call(
+        prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Any = (), **columns: Any
+    ) -> list[float]:
+        texts = [*map(text_of, completions)]
+        if tokenizer is not None and any(is_of_turns(completion) for completion in completions):
+            texts = response_texts(tokenizer, completion_ids, keep_special_tokens=False)
         rows = [
             {
                 "data_source": source,
-                "solution_str": text_of(completion),
+                "solution_str": text,
                 "ground_truth": truth,
-                "extra_info": extra or {},
+                "extra_info": {**(extra or {}), **of_conversation(columns, row)},
             }
-            for completion, source, truth, extra in zip(
-                completions,
-                columns.get("data_source") or [""] * len(prompts),
-                ground_truths(columns),
-                columns.get("extra_info") or [{}] * len(prompts),
-                strict=True,
+            for row, (text, source, truth, extra) in enumerate(
+                zip(
+                    texts,
+                    columns.get("data_source") or [""] * len(prompts),
+                    ground_truths(columns),
+                    columns.get("extra_info") or [{}] * len(prompts),
+                    strict=True,
+                )
             )
         ]
         locations = [f"response {index} of a rollout, " for index in range(len(rows))]
@@ -69,6 +83,18 @@ def ground_truths(columns: Mapping[str, Any]) -> Sequence[Any]:
         why="a reward function by name compares with a column ground_truth, or with verl's column reward_model",
         fix="add the column ground_truth, or give reward_funcs a function with TRL's signature",
     )
+
+
+def of_conversation(columns: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """Return what an environment's conversation adds to the `extra_info` of a row."""
+    if TURN_SCORES not in columns:
+        return {}
+    return {name: columns[name][row] for name in TURN_COLUMNS}
+
+
+def is_of_turns(completion: Any) -> bool:
+    """Return whether a completion, text or a list of messages, has several messages."""
+    return not isinstance(completion, str) and len(completion) > 1
 
 
 def text_of(completion: Any) -> str:

@@ -1,8 +1,8 @@
 """TRL's `rollout_func` with QaRL's engine, and what goes into it and comes out of it: prompts, responses, rewards.
 
-`Rollouts` publishes changed weights, then samples one response to each prompt. Each process runs its own engine and
-samples its own part of the batch. After an optimizer step all processes have the same weights, so each publishes its
-weights to its own engine.
+`Rollouts` publishes changed weights, then samples one response to each prompt, or holds a conversation from it
+(`qarl.trl.turns`). Each process runs its own engine and samples its own part of the batch. After an optimizer step all
+processes have the same weights, so each publishes its weights to its own engine.
 
 Rewards are refused that TRL would train on as if they were 0. A reward function may return None for a response that it
 does not score. TRL stores None as NaN and leaves NaN out of every mean and sum, so it cannot tell a reward that became
@@ -29,34 +29,46 @@ from qarl.trainer.policy import Policy
 from qarl.trl.arguments import check_dataset, check_prompts
 from qarl.trl.config import QaRLConfig, in_trls_words
 from qarl.trl.rewards import is_name, named_reward
+from qarl.trl.turns import Turns
 
 EVALUATION = 2**40
 """Evaluations count their requests from this index in `request_seed`. No step has as many rollouts."""
 
 
 class Rollouts:
-    """`published`: step and version counters of the weights that were last published. `report`: until it is logged."""
+    """`published`: step and version counters of the weights that were last published. `report`: until it is logged.
 
-    def __init__(self, policy: Policy, engine: RolloutEngine) -> None:
+    `turns`: what holds conversations, or None."""
+
+    def __init__(self, policy: Policy, engine: RolloutEngine, turns: Turns | None = None) -> None:
         self.policy = policy
         self.engine = engine
+        self.turns = turns
         self.published: tuple[int, tuple[int, ...]] | None = None
         self.report: PublishReport | None = None
         self._calls: dict[bool, tuple[int, int]] = {}
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Return `prompt_ids`, `completion_ids` and `logprobs` for TRL. Prompts are already repeated."""
+        """Return `prompt_ids`, `completion_ids` and `logprobs` for TRL, and of conversations `env_mask` and what reward
+        functions get. Prompts are already repeated."""
         token_ids, _, _ = trainer._tokenize_prompts(prompts)
         step = trainer.state.global_step
         self.publish(step)
         seeds = self._seeds(trainer, step, len(prompts))
         sampling = SamplingConfig(trainer.max_completion_length, temperature=trainer.temperature)
-        responses = self.engine.generate(token_ids, sampling, seeds)
+        more: dict[str, list[Any]] = {}
+        if self.turns is None:
+            responses = self.engine.generate(token_ids, sampling, seeds)
+        else:
+            responses, more = self.turns.hold(
+                trainer, self.engine, prompts, token_ids, sampling, seeds
+            )
         self.engine.sleep()
         return {
             "prompt_ids": responses.prompt_token_ids,
             "completion_ids": responses.response_token_ids,
             "logprobs": responses.rollout_log_probs,
+            **more,
         }
 
     def publish(self, step: int) -> None:
@@ -84,11 +96,13 @@ class Rollouts:
         return [request_seed(trainer.args.seed, step, start + i) for i in range(count)]
 
 
-def longest_prompt(args: QaRLConfig, tokenizer: Any, *datasets: Any) -> int:
+def longest_prompt(
+    args: QaRLConfig, tokenizer: Any, *datasets: Any, template: Mapping[str, Any] | None = None
+) -> int:
     """Return the largest number of tokens that a prompt may have, which sets the engine's largest length.
 
     If `vllm_max_model_length` is set, this is the number that it leaves for a prompt. Otherwise it is the length of the
-    longest prompt in the datasets.
+    longest prompt in the datasets. `template`: further arguments of the chat template.
 
     Raises:
         UserError: a prompt is longer than `vllm_max_model_length` allows, or a dataset is a stream and
@@ -101,7 +115,12 @@ def longest_prompt(args: QaRLConfig, tokenizer: Any, *datasets: Any) -> int:
     for data in datasets:
         parts += data.values() if isinstance(data, dict) else [data]
     longest = max(
-        (n for data in parts if data is not None for n in _lengths(args, tokenizer, data)),
+        (
+            n
+            for data in parts
+            if data is not None
+            for n in _lengths(args, tokenizer, data, template or {})
+        ),
         default=1,
     )
     if limit is not None and limit - response < longest:
@@ -112,7 +131,9 @@ def longest_prompt(args: QaRLConfig, tokenizer: Any, *datasets: Any) -> int:
     return longest if limit is None else limit - response
 
 
-def _lengths(args: QaRLConfig, tokenizer: Any, data: Any) -> Iterator[int]:
+def _lengths(
+    args: QaRLConfig, tokenizer: Any, data: Any, arguments: Mapping[str, Any]
+) -> Iterator[int]:
     check_dataset(data)
     if not hasattr(data, "__len__"):
         if args.vllm_max_model_length is None:
@@ -134,22 +155,24 @@ def _lengths(args: QaRLConfig, tokenizer: Any, data: Any) -> Iterator[int]:
         tokens = tokenizer(prompts)
     else:
         template: Any = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+        template |= arguments
         tokens = tokenizer.apply_chat_template(
             prompts, **template, **(args.chat_template_kwargs or {})
         )
     yield from map(len, tokens["input_ids"])
 
 
-def checked_functions(reward_funcs: Any, args: QaRLConfig) -> Any:
+def checked_functions(reward_funcs: Any, args: QaRLConfig, tokenizer: Any = None) -> Any:
     """Return the argument `reward_funcs` of `GRPOTrainer` with functions that raise UserError unless they
     return a finite number, or None, for each response.
 
-    Names of functions become functions. Names and folders of reward models, and models, are returned as they are."""
+    Names of functions become functions, which read conversations by `tokenizer`. Names and folders of reward models,
+    and models, are returned as they are."""
     if isinstance(reward_funcs, list):
-        return [checked_functions(function, args) for function in reward_funcs]
+        return [checked_functions(function, args, tokenizer) for function in reward_funcs]
     if is_name(reward_funcs):
         how = {"workers": args.reward_workers, "timeout_s": args.reward_timeout_s}
-        return in_trls_words(lambda: named_reward(reward_funcs, **how))
+        return in_trls_words(lambda: named_reward(reward_funcs, tokenizer=tokenizer, **how))
     if not callable(reward_funcs) or isinstance(reward_funcs, torch.nn.Module):
         return reward_funcs
     name = get_callable_name(reward_funcs)

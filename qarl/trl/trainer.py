@@ -2,6 +2,7 @@
 
     rollouts      `rollout_func` calls QaRL's vLLM in this process (`qarl.trl.rollouts`).
     log-probs     QaRL's quantized and aligned forward (`qarl.trl.log_probs`) replaces TRL's fused lm_head.
+    turns         QaRL's engine samples them all, and TRL's tools or QaRL's environment answer (`qarl.trl.turns`).
     rewards       TRL computes them, and a response without a reward is an error (`qarl.trl.rollouts`).
     advantages    TRL's, but exactly 0 where rewards are equal (`qarl.trl.advantages`).
     loss          `compute_loss` calls TBPO, or one of TRL's losses.
@@ -9,14 +10,14 @@
                   weight decay.
     adapters      `peft_config` gives the model QaRL's adapters (`qarl.trl.adapters`), and checkpoints have them alone.
 
-Log-probs, rewards, advantages and checkpoints of adapters override private methods of TRL and transformers, so TRL's
-version is pinned (`qarl.trl.checks`). TRL provides data, logs, checkpoints and `accelerate launch`. To the standard
-deviation by which it divides rewards TRL adds 1e-4, and QaRL's local backend 1e-6.
+Log-probs, calls of tools, rewards, advantages and checkpoints of adapters override private methods of TRL and
+transformers, so TRL's version is pinned (`qarl.trl.checks`). TRL provides data, logs, checkpoints and `accelerate
+launch`. To the standard deviation by which it divides rewards TRL adds 1e-4, and QaRL's local backend 1e-6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +30,20 @@ from qarl.checkpoint.storage import write_json
 from qarl.checks.bands import narrow_bands
 from qarl.checks.model import level_notes
 from qarl.checks.registry import make_checks
-from qarl.config import Config
 from qarl.console import note
 from qarl.errors import UserError
 from qarl.lora.adapter import write_adapter
-from qarl.lora.layers import Adapters
 from qarl.objectives.metrics import loss_statistics
-from qarl.optim.muon_adamw import MuonAdamW
 from qarl.process import keep_freed_memory
 from qarl.progress import live
-from qarl.quant.experts import stacked_experts
 from qarl.rollout.engine import RolloutEngine
-from qarl.schemes import get_scheme
 from qarl.tbpo import TBPOConfig, tbpo_loss
 from qarl.tbpo.reading import read
-from qarl.trainer.master_optimizer import write_back
-from qarl.trainer.policy import Policy, adapters_of
+from qarl.trainer.policy import Policy
 from qarl.trainer.prepare import engine_config
 from qarl.trl.adapters import ignore_frozen, load_adapter, lora_section
 from qarl.trl.advantages import equal_responses
-from qarl.trl.arguments import check_rewards, columns_of
+from qarl.trl.arguments import columns_of
 from qarl.trl.checks import (
     FILE,
     check_adapter_args,
@@ -59,9 +54,14 @@ from qarl.trl.checks import (
     settings_of,
 )
 from qarl.trl.config import QaRLConfig, in_trls_words, run_config, trls_words
-from qarl.trl.log_probs import as_batch, log_probs_of_rows
+from qarl.trl.loading import load_policy, model_folder, quantized
+from qarl.trl.log_probs import as_batch, log_probs_of_rows, sampled_mask
 from qarl.trl.metrics import StepMetrics
+from qarl.trl.optimizer import MasterAdamW
 from qarl.trl.rollouts import Rollouts, check_scored, checked_functions, longest_prompt
+from qarl.trl.turn_checks import check_given, check_reward_source, prompt_template, try_turns
+from qarl.trl.turns import Given, Turns
+from qarl.turns.conversation import Span, spans_of
 
 
 class QaRLTrainer(GRPOTrainer):
@@ -70,6 +70,8 @@ class QaRLTrainer(GRPOTrainer):
     args: Any
     optimizer: Any
     rollouts: Rollouts
+    rows: list[dict[str, Any]]
+    """The batch's rows of the dataset, while it is sampled."""
 
     def __init__(
         self,
@@ -79,9 +81,13 @@ class QaRLTrainer(GRPOTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        *,
+        environment: str | Callable[..., Any] | None = None,
         **arguments: Any,
     ) -> None:
         """Take the arguments of `GRPOTrainer`. `model`: a folder or name, or a causal LM loaded from one.
+
+        `environment`: a function that answers the model's turns, or its name (docs/do/turns.md).
 
         Raises:
             UserError: a setting, the model or this machine is not supported. This is raised before an engine starts.
@@ -90,12 +96,16 @@ class QaRLTrainer(GRPOTrainer):
         assert args is not None
         if not args.disable_tqdm:
             live.lines_only()  # TRL has a bar of its own on the terminal
-        check_rewards(reward_funcs, columns_of(train_dataset))
+        given = Given.of(environment, arguments)
+        check_given(given, args, train_dataset)
+        check_reward_source(reward_funcs, given, columns_of(train_dataset))
         lora = lora_section(arguments.pop("peft_config", None), model)
         if lora:
             check_adapter_args(args)
         folder = model_folder(model)
-        self.run = run_config(args, folder, max_prompt_length=1, lora=lora)
+        how: dict[str, Any] = {"lora": lora, "environment": given.spec}
+        self.run = run_config(args, folder, max_prompt_length=1, **how)
+        answers = given.answers(self.run)
         tokenizer = (
             processing_class or in_trls_words(lambda: make_checks(self.run, data=False)).tokenizer
         )
@@ -103,18 +113,21 @@ class QaRLTrainer(GRPOTrainer):
             fix = "pass AutoTokenizer.from_pretrained(FOLDER), or leave it out"
             what = "processing_class is text, not a tokenizer"
             raise UserError(what, where="processing_class", fix=fix)
-        length = longest_prompt(args, tokenizer, train_dataset, eval_dataset)
-        self.run = run_config(args, folder, max_prompt_length=length, lora=lora)
+        template = prompt_template(given, tokenizer)
+        known = () if given.factory is not None else (train_dataset, eval_dataset)
+        length = longest_prompt(args, tokenizer, *known, template=template)
+        self.run = run_config(args, folder, max_prompt_length=length, **how)
         inputs = in_trls_words(lambda: make_checks(self.run, data=False))
         check_room(args, self.run, inputs)
-        functions = checked_functions(reward_funcs, args)
+        functions = checked_functions(reward_funcs, args, tokenizer)
         self.policy = load_policy(model, self.run)
         if self.policy.adapters is not None:
             ignore_frozen(self.policy.model)
-        read = inputs_of(inputs.hf_config, tokenizer, folder, reward_funcs)
+        read = inputs_of(inputs.hf_config, tokenizer, folder, reward_funcs, given)
         self._settings = settings_of(args, self.policy, lora, read)
         self.reference: Policy | None = None
         self.tbpo = TBPOConfig.of(args)
+        self._spans: list[list[Span]] | None = None
         super().__init__(
             self.policy.model,
             functions,
@@ -122,7 +135,7 @@ class QaRLTrainer(GRPOTrainer):
             train_dataset,
             eval_dataset,
             tokenizer,
-            rollout_func=lambda prompts, trainer: self.rollouts(prompts, trainer),
+            rollout_func=lambda prompts, _: self._roll_out(prompts),
             **arguments,
         )
         if self.aux_loss_enabled:
@@ -140,13 +153,21 @@ class QaRLTrainer(GRPOTrainer):
             note(trls_words(text))
         if self.loss_type == "tbpo" and (narrow := narrow_bands(self.run)):
             note(trls_words(f"{narrow.what}; {narrow.fix}"))
+        turns = Turns.of(given, answers, self, self.run, self.policy, reward_funcs)
+        try_turns(turns, self)
         self.engine = RolloutEngine(engine_config(self.run, self.policy))
-        self.rollouts = Rollouts(self.policy, self.engine)
+        self.rollouts = Rollouts(self.policy, self.engine, turns)
 
     @property
     def _is_first(self) -> bool:
         """Whether no update has been made since the responses were sampled."""
         return bool(self.state.global_step == self._sampled_at)
+
+    @property
+    def _in_sessions(self) -> bool:
+        """Whether the engine keeps a conversation's keys and values from turn to turn, which the forward follows."""
+        turns = self.rollouts.turns
+        return turns is not None and turns.conversations.sessions is not None
 
     @property
     def training(self) -> bool:
@@ -206,15 +227,16 @@ class QaRLTrainer(GRPOTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> torch.Tensor:
+        mask = sampled_mask(inputs)
+        self._spans = [spans_of(row) for row in mask.tolist()] if self._in_sessions else None
         if self.training and self.state.global_step == 0:
-            self._step_metrics.check_noise_once(model, inputs)
+            self._step_metrics.check_noise_once(model, inputs, mask, self._spans)
         if self.loss_type == "tbpo":
             loss = self._tbpo_loss(model, inputs)
         else:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.training:
             old = inputs.get("old_per_token_logps")
-            mask = inputs["completion_mask"]
             old = self._log_probs if old is None else old
             rollout = inputs["sampling_per_token_logps"]
             if self.loss_type != "tbpo":
@@ -231,7 +253,7 @@ class QaRLTrainer(GRPOTrainer):
         averaged over processes) is the mean over all responses of an optimizer step."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-        mask = inputs["completion_mask"]
+        mask = sampled_mask(inputs)
         log_probs, entropies, _ = self._get_per_token_logps_and_entropies(
             model, ids, attention_mask, mask.shape[1], compute_entropy=True
         )
@@ -273,7 +295,7 @@ class QaRLTrainer(GRPOTrainer):
         policy = self.reference if is_reference else self.policy
         assert policy is not None
         policy.called = model
-        batch = as_batch(input_ids, attention_mask, logits_to_keep)
+        batch = as_batch(input_ids, attention_mask, logits_to_keep, self._spans)
         parts = batch.micro_batches(batch_size or len(batch))
         gradient = self._entropy_bonus_enabled
         how = {
@@ -292,9 +314,27 @@ class QaRLTrainer(GRPOTrainer):
         )
         return log_probs, entropies, None
 
+    def _roll_out(self, prompts: list[Any]) -> dict[str, Any]:
+        output = self.rollouts(prompts, self)
+        turns = self.rollouts.turns
+        if turns is not None and self._in_sessions:
+            self._spans = [conversation.turns for conversation in turns.held]
+        return output
+
+    def _tool_call_loop(self, *batch: Any) -> tuple[Any, ...]:
+        """Return what TRL's loop returns, of the conversations that `rollout_func` has held. It calls no tool."""
+        turns = self.rollouts.turns
+        assert turns is not None and turns.tools is not None
+        _, _, completion_ids, _, log_probs, *_ = batch
+        counts = (turns.tools.calls, turns.tools.failures)
+        images: list[list[Any]] = [[] for _ in completion_ids]
+        return turns.masks, turns.completions, completion_ids, log_probs, *counts, images
+
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> torch.Tensor:
+        if self.rollouts.turns is not None:
+            completions[:] = self.rollouts.turns.completions
         rewards: torch.Tensor = super()._calculate_rewards(
             inputs, prompts, completions, completion_ids_list
         )
@@ -303,6 +343,7 @@ class QaRLTrainer(GRPOTrainer):
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        self.rows = inputs
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         self._sampled_at = self.state.global_step
         group = self.num_generations if self.training else self.num_generations_eval
@@ -325,123 +366,3 @@ class QaRLTrainer(GRPOTrainer):
         """Write the model in compressed-tensors format, which vLLM can load. An adapter is beside it, in the folder
         `adapter`. Call this in only one process."""
         self.policy.save(Path(folder), self.processing_class)
-
-
-def model_folder(model: str | PreTrainedModel) -> str:
-    """Return the folder or name from which the engine reads config and tokenizer."""
-    if isinstance(model, str):
-        return model
-    if not (folder := getattr(model.config, "_name_or_path", "")):
-        why = "vLLM reads the model's config and tokenizer from a folder"
-        fix = "save model and tokenizer to a folder, and pass that folder"
-        raise UserError(
-            "the model was not loaded from a checkpoint", where="model", why=why, fix=fix
-        )
-    return str(folder)
-
-
-def load_policy(model: str | PreTrainedModel, config: Config) -> Policy:
-    """Return the quantized policy. A model that is already loaded is quantized in place.
-
-    Raises:
-        UserError: a loaded model is quantized already, or not BF16.
-    """
-    if isinstance(model, str):
-        return Policy.load(config)
-    if getattr(model, "is_quantized", False):
-        raise UserError(
-            "the model is quantized already",
-            where="model",
-            why="training updates BF16 weights and quantizes them itself",
-            fix="load the original BF16 checkpoint; quant_scheme says how training quantizes it",
-        )
-    if model.dtype != torch.bfloat16:
-        why = "vLLM computes in BF16, and the trainer must round in the same way"
-        fix = "load it with dtype=torch.bfloat16, or pass its folder; the optimizer keeps FP32 copies of the weights"
-        raise UserError(
-            f"the model is {model.dtype}, but QaRL trains BF16 models",
-            where="model",
-            why=why,
-            fix=fix,
-        )
-    return quantized(model, config, adapters_of(config))
-
-
-def quantized(
-    model: Any, config: Config, adapters: Callable[[torch.nn.Module], Adapters] | None = None
-) -> Policy:
-    """Quantize and align a loaded model in place, as `Policy.load` does. `adapters`: those of `Policy`."""
-    model.set_attn_implementation("sdpa")
-    model.config.attention_dropout = 0.0
-    quant = config.quant
-    return Policy(
-        model,
-        get_scheme(quant.scheme, group_size=quant.group_size),
-        tuple(quant.ignore),
-        align=quant.align,
-        router_replay="off" if stacked_experts(model) else "auto",
-        kernels=quant.kernels,
-        eager=config.rollout.enforce_eager is True,
-        adapters=adapters,
-        device=torch.device(
-            "cuda" if torch.cuda.is_available() else "cpu"
-        ),  # before accelerate moves it
-    )
-
-
-class MasterAdamW(MuonAdamW):
-    """AdamW on FP32 copies of BF16 parameters. After a step, each parameter is its FP32 copy, rounded to nearest.
-
-    The copies are part of `state_dict`, so TRL's own checkpoints contain them and a run resumes bit for bit. With
-    `master_dtype=bf16` there are no copies, and updates are rounded stochastically (`qarl.optim`).
-
-    In a single process, autograd sums the gradients of all micro-batches in FP32 (`Tensor.grad_dtype`). With several
-    processes they are summed in BF16, as TRL does for any BF16 model, because DistributedDataParallel reduces gradients
-    in the dtype of the weights.
-
-    `decayed`: names of the parameters that have weight decay, as in transformers."""
-
-    def __init__(
-        self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-        *,
-        decayed: Iterable[str],
-        keep_masters: bool = True,
-        sum_in_fp32: bool = True,
-        **settings: Any,
-    ) -> None:
-        """`settings`: lr, betas, eps, weight_decay and seed of `MuonAdamW`."""
-        named = [(name, p) for name, p in named_parameters if p.requires_grad]
-        super().__init__(named, **settings)
-        self._keep_masters = keep_masters
-        names = set(decayed)
-        (group,) = self.param_groups
-        plain = [p for name, p in named if name not in names]
-        group["params"] = [p for name, p in named if name in names]
-        self.add_param_group(group | {"params": plain, "weight_decay": 0.0})
-        if sum_in_fp32:
-            for _, parameter in named:
-                parameter.grad_dtype = torch.float32
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
-        """Update every parameter. If a gradient is not finite, change nothing: neither weights nor state."""
-        gradients = [
-            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]
-        if all(bool(gradient.isfinite().all()) for gradient in gradients):
-            super().step()
-
-    def _apply(
-        self, parameter: torch.nn.Parameter, update: torch.Tensor, group: dict[str, Any]
-    ) -> None:
-        if not self._keep_masters:
-            super()._apply(parameter, update, group)
-            return
-        state = self.state[parameter]
-        state["step"] = state.get("step", 0) + 1
-        if "master" not in state:
-            state["master"] = parameter.detach().float()
-        master: torch.Tensor = state["master"]
-        decay = 1 - group["lr"] * group["weight_decay"]
-        master.mul_(decay).add_(update, alpha=-group["lr"])
-        write_back(parameter, master)

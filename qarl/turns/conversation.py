@@ -87,11 +87,7 @@ class Conversation:
     def later_prefills(self) -> tuple[Span, ...]:
         """Start and end, in the row of prompt and response, of what is new in the prompt of each later turn of a
         session: a turn's last token, which the engine sampled and did not compute, and the context behind it."""
-        prompt = len(self.prompt_token_ids)
-        return tuple(
-            Span(prompt + before.end - 1, prompt + after.start)
-            for before, after in pairwise(self.turns)
-        )
+        return later_prefills(len(self.prompt_token_ids), self.turns)
 
     def add_turn(self, sampled: Sampled, text: str) -> None:
         """Append a turn of the model. `text`: what its tokens say."""
@@ -106,6 +102,13 @@ class Conversation:
         self.response_token_ids += token_ids
         self.log_probs += [0.0] * len(token_ids)
         self.messages += messages
+
+
+def later_prefills(prompt: int, turns: Iterable[Span]) -> tuple[Span, ...]:
+    """Return `Conversation.later_prefills` of `turns` behind `prompt` tokens."""
+    return tuple(
+        Span(prompt + before.end - 1, prompt + after.start) for before, after in pairwise(turns)
+    )
 
 
 def mask_of(turns: Iterable[Span], length: int) -> list[bool]:

@@ -39,6 +39,11 @@ OTHER: dict[str, Any] = {
     "optim.master_dtype": "bf16",
     "reward.timeout_s": 5.0,
     "reward.workers": 3,
+    "multi_turn.timeout_s": 3.0,
+    "multi_turn.workers": 4,
+    "multi_turn.max_turn_length": 8,
+    "multi_turn.max_tool_response_length": 99,
+    "multi_turn.tool_response_truncate_side": "left",
     "seed": 7,
     "actor.seq_clip_ratio_high": 0.1,
     "actor.seq_clip_ratio_low": 0.1,
@@ -63,7 +68,8 @@ def test_every_key_reaches_its_consumer(tmp_path: Path) -> None:
     for key, value in OTHER.items():
         name = RUN_KEYS[key]
         args = QaRLConfig(**base | ALSO.get(name, {}) | {name: value})
-        config = run_config(args, "model", 8).model_dump()
+        turns = "file.py:answer" if key.startswith("multi_turn.") else None
+        config = run_config(args, "model", 8, environment=turns).model_dump()
         section, _, leaf = key.rpartition(".")
         assert (config[section] if section else config)[leaf] == value, key
         if leaf in KEYS:

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("trl")
 
-from qarl.trl.trainer import MasterAdamW
+from qarl.trl.optimizer import MasterAdamW
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
 

@@ -110,6 +110,9 @@ def settings_of(request: EvalRequest) -> Settings:
     if is_run:
         note_unfinished(request.model)
     config = load_config([f"config={request.model / 'config.yaml'}"]) if is_run else None
+    if config and request.apply_chat_template_kwargs is not None:
+        variables = {"apply_chat_template_kwargs": request.apply_chat_template_kwargs}
+        config = config.model_copy(update={"data": config.data.model_copy(update=variables)})
     if config and config.lora.r and request.against == BF16:
         raise UserError(
             "against=bf16 is not possible for a run with adapters",

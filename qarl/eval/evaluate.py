@@ -110,12 +110,11 @@ def _prompts(request: EvalRequest, settings: Settings, folder: Path) -> list[Pro
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=request.trust_remote_code)
-    options: dict[str, Any] = {"tokenizer": tokenizer}
+    variables = request.apply_chat_template_kwargs
+    options: dict[str, Any] = {"tokenizer": tokenizer, "apply_chat_template_kwargs": variables}
     if settings.config:
         options = prompt_options(settings.config, tokenizer)
     options |= {"max_prompt_length": settings.max_prompt_length, "limit": request.limit}
-    if request.apply_chat_template_kwargs is not None:
-        options["apply_chat_template_kwargs"] = request.apply_chat_template_kwargs
     prompts = load_prompts(settings.files, **options)
     usual = settings.config.rollout.val_n if settings.config else 1
     asked = with_samples(prompts, usual)

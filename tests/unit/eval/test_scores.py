@@ -92,6 +92,13 @@ def test_a_run_lends_its_settings_and_arguments_win(tmp_path: Path) -> None:
         0.6,
         9,
     )
+    silent = settings_of(
+        EvalRequest(config.run_dir, apply_chat_template_kwargs={"enable_thinking": False})
+    )
+    assert own.config is not None and silent.config is not None
+    # The frame between the turns of a conversation reads the config, as the prompts do.
+    assert own.config.data.apply_chat_template_kwargs == {}
+    assert silent.config.data.apply_chat_template_kwargs == {"enable_thinking": False}
     adapted = load_config(["config=quickstart_lora.yaml", f"output_dir={tmp_path}"])
     write_resolved(adapted, adapted.run_dir / "config.yaml")
     with pytest.raises(UserError, match="not possible for a run with adapters"):

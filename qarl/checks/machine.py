@@ -32,6 +32,8 @@ GPUS = {
     "b200": (100, 178.4),
 }
 """Compute capability times ten, and memory in GiB as the driver reports it, which is less than advertised."""
+UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
+"""Memory that an 80 GB GPU reports. Estimates of verl's runs on a machine without a GPU use it."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 RUNTIME_BYTES = 3 * GIB // 2
 """A rough allowance for a process's libraries, CUDA context and communication buffers."""
+TIGHT = 0.9
+"""An estimate above this share of the memory is tight, because estimates do not count fragmentation."""
 KV_BLOCK = 128
 """Number of tokens per block of vLLM's KV cache on CPUs (vllm/platforms/cpu.py)."""
 OFFLOAD = tuple(
@@ -127,6 +129,8 @@ def estimate(
             the published tensors.
     """
     level = level or config.quant.align
+    if config.model.gradient_checkpointing is None:
+        config = _recomputing(config, recomputes(size, config, device, gpu_memory_bytes))
     arithmetic = block_arithmetic(level, device)
     reference = weight_memory.reference(size, config, level, kernels or {})
     on_host = config.backend == "verl" and device == "cuda"
@@ -151,6 +155,27 @@ def estimate(
         tuple(part for part in host if part.bytes and device == "cuda"),
         config.trainer.n_gpus_per_node if config.backend == "verl" else 1,
     )
+
+
+def recomputes(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> bool:
+    """Return whether the trainer recomputes activations on a device with `gpu_memory_bytes` (0 on a CPU).
+
+    If `model.gradient_checkpointing` is null, it does so on a GPU on which the update would be tight otherwise. The
+    answer depends on nothing else, so the doctor's is the trainer's."""
+    asked = config.model.gradient_checkpointing
+    if asked is not None:
+        return asked
+    if device != "cuda" or not gpu_memory_bytes:
+        return False
+    without = estimate(
+        size, _recomputing(config, False), device=device, gpu_memory_bytes=gpu_memory_bytes
+    )
+    return without.total("update") > TIGHT * gpu_memory_bytes
+
+
+def _recomputing(config: Config, recomputed: bool) -> Config:
+    model = config.model.model_copy(update={"gradient_checkpointing": recomputed})
+    return config.model_copy(update={"model": model})
 
 
 def checkpoint_bytes(size: ModelSize, config: Config) -> dict[str, int]:

@@ -69,8 +69,9 @@ class ModelConfig(Section):
     weights. `fp32` requires a model of a family with level `model`, and a vLLM that computes them, as that of
     requirements/cpu.lock does."""
 
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward. This needs less memory but about a third more compute."""
+    gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward. This needs less memory but about a third more compute. null: only on a
+    GPU whose memory would not hold an update otherwise, by the memory plan. With TRL, its own key decides."""
 
     use_remove_padding: bool = True
     """Pack the rows of a micro-batch into one sequence, without padding. If false, each row is padded to the length of
@@ -180,8 +181,9 @@ class RolloutConfig(Section):
     """Responses per prompt of an evaluation. A row's column __rollout_n__ wins (scripts/prepare_math_eval.py). More
     than 1 needs val_temperature above 0."""
 
-    max_num_seqs: Annotated[int, Unit("sequences")] = Field(default=256, ge=1)
-    """Maximum number of sequences that vLLM decodes at once."""
+    max_num_seqs: Annotated[int | None, Unit("sequences")] = Field(default=None, ge=1)
+    """Maximum number of sequences that vLLM decodes at once. null means 256, and up to 512 for a model of up to 2
+    billion parameters on a GPU, as many as the KV cache holds at a mean length (a quarter of max_response_length)."""
 
     max_num_batched_tokens: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
     """Maximum number of tokens in one vLLM step. Must be at least max_num_seqs; null means 8192 with backend=verl,

@@ -24,8 +24,9 @@ from qarl.checks.check import (
     warning,
 )
 from qarl.checks.exactness import exceptions
+from qarl.checks.gpu_memory_decides import MEAN_RESPONSE, sequences_at_once
 from qarl.checks.machine import Machine
-from qarl.checks.memory import OFFLOAD, MemoryEstimate, estimate, readable
+from qarl.checks.memory import OFFLOAD, TIGHT, MemoryEstimate, estimate, readable, recomputes
 from qarl.checks.memory_parts import adapter_parameters, ranks
 from qarl.checks.model_size import ModelSize, Shape
 from qarl.config import Config
@@ -38,11 +39,6 @@ from qarl.rollout.chosen_kernel import chosen_kernel
 from qarl.rollout.publish.manifest import expected_manifest, quantized_layers
 from qarl.schemes import Scheme
 
-TIGHT = 0.9
-"""An estimate above this share of the memory gives a warning, because estimates do not count fragmentation."""
-MEAN_RESPONSE = 0.25
-"""Assumed mean length of responses, as a share of `data.max_response_length`. Only responses that run into the limit
-have its length."""
 _SHARD = (
     "set optim.master_dtype=bf16, or verl's param_offload and optimizer_offload (backend=verl, "
     f"verl.{OFFLOAD[0]}=true), or shard over more GPUs (trainer.n_gpus_per_node)"
@@ -246,6 +242,7 @@ def planned_memory(
     config: Config,
     machine: Machine,
     size: ModelSize,
+    hf_config: Any,
     level: AppliedLevel,
     trainer_kernels: dict[Shape, type[Kernel]],
 ) -> Findings:
@@ -280,9 +277,16 @@ def planned_memory(
         fix=("leave out the KL term, " if kl else "") + remedy,
         lines=plan.table(),
     )
+    at_once = sequences_at_once(
+        config, hf_config, device=machine.device, gpu_memory_bytes=machine.gpu_memory_bytes
+    )
+    if not machine.on_cpu and config.rollout.max_num_seqs is None:
+        yield ok(f"vLLM decodes up to {at_once} sequences at once (rollout.max_num_seqs is null)")
+    if not machine.on_cpu and config.model.gradient_checkpointing is None:
+        yield recomputation(recomputes(size, config, machine.device, limit))
     if plan.host:
         yield host_memory(plan, memory.available_memory() if machine.here else None)
-    yield from kv_cache(config, machine, plan)
+    yield from kv_cache(config, machine, plan, at_once)
 
 
 def compared(what: str, needed: int, limit: int, *, fix: str, lines: list[str]) -> Finding:
@@ -291,6 +295,17 @@ def compared(what: str, needed: int, limit: int, *, fix: str, lines: list[str]) 
     return Finding(
         status, what, why="the estimate counts no fragmentation", fix=fix, lines=tuple(lines)
     )
+
+
+def recomputation(needed: bool) -> Finding:
+    """Say what `model.gradient_checkpointing=null` means on this GPU."""
+    if needed:
+        return note(
+            "activations are recomputed in the backward",
+            why="the update would not fit otherwise",
+            fix="smaller micro-batches may do without; model.gradient_checkpointing=false forbids it",
+        )
+    return ok("activations are not recomputed: the update fits without")
 
 
 def host_memory(plan: MemoryEstimate, limit: int | None) -> Finding:
@@ -307,7 +322,7 @@ def host_memory(plan: MemoryEstimate, limit: int | None) -> Finding:
     return compared(what, plan.host_total, limit, fix=fix, lines=plan.host_lines())
 
 
-def kv_cache(config: Config, machine: Machine, plan: MemoryEstimate) -> Findings:
+def kv_cache(config: Config, machine: Machine, plan: MemoryEstimate, most_at_once: int) -> Findings:
     """Say how many sequences the KV cache holds, and from which mean length on vLLM preempts some.
 
     vLLM begins a sequence as long as its prompt fits. If the cache is full later, it frees the cache of a sequence and
@@ -317,7 +332,7 @@ def kv_cache(config: Config, machine: Machine, plan: MemoryEstimate) -> Findings
     longest = config.data.max_response_length
     responses = config.data.train_batch_size * config.rollout.n
     per_engine = -(-responses * config.rollout.tensor_model_parallel_size // ranks(config))
-    at_once = max(min(config.rollout.max_num_seqs, per_engine), 1)
+    at_once = max(min(most_at_once, per_engine), 1)
     each = plan.kv_tokens / at_once
     sequences = plan.kv_tokens / (prompt + longest)
     what = (

@@ -20,6 +20,7 @@ from qarl.checkpoint.export import ExportRequest, export
 from qarl.checkpoint.model_files import read_tensors
 from qarl.checkpoint.storage import EXPORT, write_json
 from qarl.checks.generation import stop_token_ids
+from qarl.checks.gpu_memory_decides import DEFAULT_SEQUENCES
 from qarl.config.lora import FOLDER
 from qarl.config.schema import RewardConfig
 from qarl.config.types import TURN_REWARDS
@@ -229,7 +230,7 @@ def engine_of(
         more["adapters"] = AdapterSpec(adapter.r, adapter.targets)
     if (config := settings.config) is not None:
         more |= {
-            "max_num_seqs": config.rollout.max_num_seqs,
+            "max_num_seqs": config.rollout.max_num_seqs or DEFAULT_SEQUENCES,
             "max_num_batched_tokens": config.rollout.max_num_batched_tokens,
             "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
             "kv_cache_gib": config.rollout.cpu_kvcache_space_gib,

@@ -22,6 +22,8 @@ from qarl.align.cpu_attention import uses_engine_attention
 from qarl.align.packed_attention import attends_in_rows, no_mask
 from qarl.align.rotary import head_size_of
 from qarl.align.router import replays
+from qarl.checks.gpu_memory_decides import recomputes_activations
+from qarl.checks.machine import this_machine
 from qarl.checks.model import has_plain_head, no_fp32_head
 from qarl.checks.model_folder import cannot_load, lacks_tensors, load_hf_config, loading_options
 from qarl.config.level import Level
@@ -189,8 +191,15 @@ class Policy:
             raise lacks_tensors(config.model.path, loading["missing_keys"])
         check_finite(model, config.model.dtype)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model.train(config.model.gradient_checkpointing)
-        if config.model.gradient_checkpointing:
+        machine = this_machine()
+        recomputed = recomputes_activations(
+            config,
+            hf_config,
+            device=machine.device,
+            gpu_memory_bytes=machine.gpu_memory_bytes,
+        )
+        model.train(recomputed)
+        if recomputed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         scheme = get_scheme(quant.scheme, group_size=quant.group_size)
         return cls(

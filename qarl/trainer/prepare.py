@@ -14,7 +14,9 @@ from qarl.align.rotary import head_size_of
 from qarl.checks.check import RunInputs
 from qarl.checks.exactness import caches_prefixes
 from qarl.checks.generation import check_sampling
+from qarl.checks.gpu_memory_decides import sequences_at_once
 from qarl.checks.inputs_record import Record
+from qarl.checks.machine import this_machine
 from qarl.checks.model_folder import cannot_build
 from qarl.checks.registry import check_run
 from qarl.config import Config
@@ -115,13 +117,19 @@ def engine_config(config: Config, policy: Policy, *, routing: bool = False) -> E
     `routing`: whether rollouts also return each token's experts."""
     rollout = config.rollout
     adapters = policy.adapters
+    machine = this_machine()
     return EngineConfig(
         model=config.model.path,
         trust_remote_code=config.model.trust_remote_code,
         scheme=get_scheme(config.quant.scheme, group_size=config.quant.group_size),
         ignore=tuple(config.quant.ignore),
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
-        max_num_seqs=rollout.max_num_seqs,
+        max_num_seqs=sequences_at_once(
+            config,
+            policy.model.config,
+            device=machine.device,
+            gpu_memory_bytes=machine.gpu_memory_bytes,
+        ),
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         kv_cache_gib=rollout.cpu_kvcache_space_gib,

@@ -121,7 +121,7 @@ def run_config(
     `lora`: the section of that name, which `peft_config` sets. `environment`: what answers turns, or None."""
     values: dict[str, Any] = {
         "name": "trl",
-        "model": {"path": model},
+        "model": {"path": model, "gradient_checkpointing": False},  # TRL does it by its own key
         "data": {
             "train_files": ["dataset"],
             "train_batch_size": 1,

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from qarl.align.router import replays
+from qarl.checks.gpu_memory_decides import recomputes_activations, sequences_at_once
+from qarl.checks.machine import UNKNOWN_GPU_BYTES, this_machine
 from qarl.checks.model import applied_level
 from qarl.checks.model_folder import hf_config_or_carried
 from qarl.config import Config
@@ -65,7 +67,7 @@ def verl_keys(config: Config, on_cpu: bool) -> Keys:
     keys = {
         **data_keys(config),
         **reward_keys(config),
-        **model_keys(config),
+        **model_keys(config, on_cpu),
         **actor_keys(config),
         **optim_keys(config),
         **rollout_keys(config, on_cpu),
@@ -132,19 +134,27 @@ def reward_keys(config: Config) -> Keys:
     }
 
 
-def model_keys(config: Config) -> Keys:
+def model_keys(config: Config, on_cpu: bool) -> Keys:
     model = "actor_rollout_ref.model"
     path = config.model.path
     return {
         # Workers start in other folders, so a folder is an absolute path. A name on the Hub stays as it is.
         f"{model}.path": str(Path(path).resolve()) if Path(path).is_dir() else path,
         **same(model, config.model, "trust_remote_code", "use_remove_padding"),
-        f"{model}.enable_gradient_checkpointing": config.model.gradient_checkpointing,
+        f"{model}.enable_gradient_checkpointing": recomputes_activations(
+            config, hf_config_of(config), **_gpu(on_cpu)
+        ),
         f"+{model}.override_config.attention_dropout": 0.0,
         # verl's default, flash_attention_2, needs a package that neither lock has. `qarl.align.packed_attention`
         # replaces sdpa, on CUDA by PyTorch's own variable-length Flash Attention.
         f"+{model}.override_config.attn_implementation": "sdpa",
     }
+
+
+def _gpu(on_cpu: bool) -> Keys:
+    """Return what the functions of `gpu_memory_decides` ask of the machine. Without a GPU here, Ray's is not known."""
+    memory = this_machine("verl").gpu_memory_bytes or UNKNOWN_GPU_BYTES
+    return {"device": "cpu" if on_cpu else "cuda", "gpu_memory_bytes": 0 if on_cpu else memory}
 
 
 def actor_keys(config: Config) -> Keys:
@@ -249,10 +259,12 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
     root = "actor_rollout_ref.rollout"
     longest = config.data.max_prompt_length + config.data.max_response_length
     batched = rollout.max_num_batched_tokens or BATCHED_TOKENS["verl"]
+    sequences = sequences_at_once(config, hf_config_of(config), **_gpu(on_cpu))
     keys = {
         f"{root}.name": "vllm",
         f"{root}.mode": "async",
-        **same(root, rollout, "n", "temperature", "top_p", "max_num_seqs"),
+        **same(root, rollout, "n", "temperature", "top_p"),
+        f"{root}.max_num_seqs": sequences,
         **same(root, rollout, "tensor_model_parallel_size", "gpu_memory_utilization"),
         f"{root}.free_cache_engine": rollout.free_cache_engine and not on_cpu,
         # A compiled model would round differently from the trainer, and a CPU's workers have TORCHDYNAMO_DISABLE.
@@ -284,7 +296,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
             scheme,
             aligned=planned_level(config, on_cpu).follows_engine,
             eager=bool(rollout.enforce_eager),
-            max_num_seqs=rollout.max_num_seqs,
+            max_num_seqs=sequences,
             kernels=config.quant.kernels,
         )
     keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in arguments.items()}

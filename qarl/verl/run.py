@@ -31,7 +31,7 @@ from qarl.checkpoint.storage import (
     write_text,
 )
 from qarl.checks.inputs_record import RECORD_FILE
-from qarl.checks.machine import this_machine
+from qarl.checks.machine import UNKNOWN_GPU_BYTES, this_machine
 from qarl.checks.model import applied_level, lower_level
 from qarl.checks.registry import check_run
 from qarl.checks.room import check_run_room
@@ -50,9 +50,6 @@ from qarl.verl.failures import as_user_error, what_resumes
 from qarl.verl.followed_log import MetricsFollower
 from qarl.verl.keys import FILES
 from qarl.verl.resume import open_verl_run
-
-UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
-"""Memory that an 80 GB GPU reports. Estimates on a machine without a GPU use it."""
 
 
 def train(config: Config, *, started: float | None = None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from gpu_lock import pretend, required
 from gpu_lock_models import build, process_groups
 from random_models import save_tokenizer
 
+from qarl.checks.machine import UNKNOWN_GPU_BYTES
 from qarl.checks.memory import estimate
 from qarl.checks.memory_parts import ranks
 from qarl.checks.model_size import ModelSize
@@ -31,7 +32,6 @@ from qarl.kernels.base import ExpertsShape
 from qarl.kernels.registry import choose_experts_kernel, choose_linear_kernel
 from qarl.rollout.kernel_request import LEAST_ROWS_KEY, is_followed
 from qarl.schemes import get_scheme
-from qarl.verl.run import UNKNOWN_GPU_BYTES
 
 required()
 

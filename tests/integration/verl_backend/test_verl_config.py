@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -287,6 +288,8 @@ def test_engines_on_gpus_have_one_split_only_where_the_trainer_follows_it(tmp_pa
     assert one_split(**{"model.path": str(tmp_path / "missing")}), "the checks of a run refuse it"
     for capability, level in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        properties = SimpleNamespace(name="a GPU", total_memory=80 * 2**30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, p=properties: p)
         monkeypatch.setattr(
             torch.cuda, "get_device_capability", lambda capability=capability: capability
         )

@@ -16,11 +16,10 @@ import pytest
 from checkout import ROOT
 
 from qarl.checks.machine import GPUS
-from qarl.checks.memory import MemoryEstimate, estimate
+from qarl.checks.memory import TIGHT, MemoryEstimate, estimate
 from qarl.checks.memory_parts import GIB
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, load_config
-from qarl.doctor.model import TIGHT
 from qarl.kernels.triton.linears import TritonW4A16Linear
 from qarl.verl.config import verl_keys
 

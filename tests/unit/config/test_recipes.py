@@ -14,11 +14,10 @@ from checkout import ROOT
 
 from qarl.__main__ import main
 from qarl.checks.machine import GPUS
-from qarl.checks.memory import estimate
+from qarl.checks.memory import TIGHT, estimate
 from qarl.checks.memory_parts import GIB
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config, load_config
-from qarl.doctor.model import TIGHT
 from qarl.kernels.cuda.vllm_linears import VllmMarlinLinear
 from qarl.kernels.triton.linears import TritonW4A16Linear
 

@@ -1,4 +1,4 @@
-"""The record of what a run reads: its model's config and tokenizer, its prompts, its reward, its reference.
+"""The record of what a run reads: its model's config and tokenizer, its prompts, its own code, its reference.
 
 A checkpoint holds the record (local: `inputs` in state.json; verl: inputs.json in the run folder), and a resume
 compares it (`qarl.trainer.input_changes`). The weights are not in it, because a checkpoint has its own, except where
@@ -27,7 +27,7 @@ from qarl.checks.generation import stop_token_ids
 from qarl.checks.weight_memory import has_reference
 from qarl.config import Config
 from qarl.data.dated_template import undated_digest, written_dates
-from qarl.data.digests import column_digests, reward_source
+from qarl.data.digests import column_digests, plugin_sources, reward_source
 from qarl.data.prompts import Prompt
 from qarl.data.rewards import scorer_version
 
@@ -77,6 +77,7 @@ def record_of(
         "reward": reward_source(config.reward.function),
         "scorer": scorer_version(config.reward.function),
         "environment": reward_source(config.rollout.environment or ""),
+        "plugins": plugin_sources(config.plugins),
         "reference": reference,
     }
     return full_record(record)

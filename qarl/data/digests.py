@@ -1,4 +1,4 @@
-"""Digests of prompts and of a reward's source, by which a resume knows that it reads the data of the run.
+"""Digests of prompts and of a run's own Python files, by which a resume knows that it reads what the run read.
 
 Each column has its own digest, so that a refusal can name it. They do not depend on the order of the keys in a row's
 objects, which differs between the formats of data files.
@@ -55,12 +55,26 @@ def reward_source(function: str) -> str | None:
 def read_reward_source(function: str) -> bytes | None:
     """Return the content of the file that `reward_source` is the digest of, or None as it does."""
     source = function.rpartition(":")[0]
-    if function in BUILTIN or not source:
-        return None
+    return None if function in BUILTIN or not source else _read_source(source)
+
+
+def plugin_sources(plugins: Sequence[str]) -> dict[str, str | None]:
+    """Return the name of each entry of `plugins`, without its folder, and the SHA-256 of its file.
+
+    The digest is None if the file cannot be read. Other files that it imports do not count."""
+    sources = {Path(plugin).name: _read_source(plugin) for plugin in plugins}
+    return {
+        name: None if source is None else hashlib.sha256(source).hexdigest()
+        for name, source in sources.items()
+    }
+
+
+def _read_source(source: str) -> bytes | None:
+    """Return the content of a file (NAME.py) or of a module's file (a dotted name), or None if it cannot be read."""
     try:
-        path = Path(source) if source.endswith(".py") else Path(_origin(source))
+        path = Path(source).expanduser() if source.endswith(".py") else Path(_origin(source))
         return path.read_bytes()
-    except (OSError, ImportError, ValueError):
+    except (OSError, ImportError, ValueError, RuntimeError):
         return None
 
 

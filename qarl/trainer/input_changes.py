@@ -1,8 +1,8 @@
 """Compares what a run reads with what the run of its checkpoint read (`qarl.checks.inputs_record`).
 
 A change that decides the policy or the data is refused, because the rest of the run would be a different experiment
-than its beginning, and no metric would say so. A change of the reward's source or of the validation prompts is a note:
-people mend their rewards, and a validation trains nothing.
+than its beginning, and no metric would say so. A change of the reward's source, of a plugin's or of the validation
+prompts is a note: people mend their code, of which a digest cannot say what it does, and a validation trains nothing.
 """
 
 from __future__ import annotations
@@ -257,6 +257,20 @@ def _environment(saved: Record, now: Record) -> Iterator[Change]:
     )
 
 
+def _plugins(saved: Record, now: Record) -> Iterator[Change]:
+    before = saved["plugins"]
+    after = now["plugins"]
+    why = "the steps before and after the resume may be trained in different ways"
+    for name in sorted(before.keys() | after.keys()):
+        if name not in after:
+            yield Change(f"the plugin {name} is no longer loaded", why, "", refused=False)
+        elif name not in before:
+            yield Change(f"the plugin {name} was not loaded before", why, "", refused=False)
+        elif None not in (before[name], after[name]) and before[name] != after[name]:
+            what = f"the source of the plugin {name} {_digests(saved, now, 'plugins', name)}"
+            yield Change(what, why, "", refused=False)
+
+
 def _reference(saved: Record, now: Record) -> Iterator[Change]:
     if saved["reference"] is None or now["reference"] is None:
         what = "the weights of the KL term's reference cannot be compared"
@@ -279,6 +293,7 @@ _PARTS: Mapping[str, Callable[[Record, Record], Iterator[Change]]] = {
     "reward": _reward,
     "scorer": _scorer,
     "environment": _environment,
+    "plugins": _plugins,
     "reference": _reference,
 }
 """Every part of a record, and how its differences are told."""

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -292,3 +293,44 @@ def test_what_may_change_between_a_start_and_a_resume(
         said = resumed(config, capsys)
         assert bool(said) == (case.verdict == "noted"), said
     assert [word for word in case.words if word not in said] == [], said
+
+
+@pytest.fixture
+def forget_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plugins of this test are unknown to the next one."""
+    monkeypatch.setenv("QARL_PLUGINS", "")
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("qarl_plugin_"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("text", "now", "said"),
+    [
+        ("FACTOR = 2\n", "[own.py]", "the source of the plugin own.py changed (SHA-256 "),
+        ("FACTOR = 1\n", "[]", "the plugin own.py is no longer loaded"),
+        ("FACTOR = 1\n", "[own.py, more.py]", "the plugin more.py was not loaded before"),
+        ("FACTOR = 1\n", "[./own.py]", ""),
+    ],
+)
+def test_a_change_of_the_plugins_is_noted(
+    run_folder: Path,
+    forget_plugins: None,
+    backend: str,
+    text: str,
+    now: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("own.py", "more.py"):
+        Path(name).write_text("FACTOR = 1\n")
+    config = run_config(backend, "plugins=[own.py]")
+    interrupted(config, record(config))
+    Path("own.py").write_text(text)
+    notes = resumed(run_config(backend, f"plugins={now}"), capsys)
+    assert bool(notes) == bool(said), notes
+    assert said in notes
+    assert "trained in different ways" in notes or not said

@@ -1,4 +1,4 @@
-"""Run a command of QaRL: handle `--help`, `--version`, errors and Ctrl-C, and return an exit code.
+"""Run a command of QaRL: handle `--help`, `--version`, errors, Ctrl-C and SIGTERM, and return an exit code.
 
 This module imports almost nothing, so Ctrl-C is also handled during a command's slow imports.
 """
@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 from qarl import __version__
 from qarl.errors import UserError
-from qarl.hangup import HUNG_UP, interrupted_code
+from qarl.hangup import HUNG_UP, hang_up, interrupted_code
 from qarl.progress import live
 
 TYPE_CHECKING = False  # importing typing would take longer than all other imports together
@@ -134,15 +134,16 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
     """Run `command` with `argv` (None: the process's own arguments). Return the exit code.
 
     Arguments that are not written KEY=VALUE are refused first (`qarl.command_line`).
-    After a `UserError`, print one message and return 2. After Ctrl-C, return 130, and 129 after SIGHUP. If nobody reads
-    the output any more, so that the command cannot go on, return 141. Show no traceback.
+    After a `UserError`, print one message and return 2. After Ctrl-C or SIGTERM, return 130, and 129 after SIGHUP: both
+    let the command remove what is half done. If nobody reads the output any more, so that the command cannot go on,
+    return 141. Show no traceback.
 
     `describe`: a function that returns the help text. Its argument: the words other than `--help` and key=value.
     """
-    # In a background job the shell makes the process ignore SIGINT. Do not change that.
-    handles = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if handles:
-        signal.signal(signal.SIGINT, _interrupt)
+    handled = _unhandled_signals() if argv is None else []
+    for number in handled:
+        signal.signal(number, _interrupt)
+    if handled:
         sys.unraisablehook = _again_if_lost
     try:
         return _run(command, list(sys.argv[1:] if argv is None else argv), describe)
@@ -159,8 +160,17 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
         raise
     finally:
         _flush()
-        if handles:
-            signal.signal(signal.SIGINT, _leave)  # or Python would show a traceback during its exit
+        for number in handled:
+            signal.signal(number, _leave)  # or Python would show a traceback during its exit
+
+
+def _unhandled_signals() -> list[signal.Signals]:
+    """Return the signals that would end this process by Python's own handlers, or without any.
+
+    A shell makes its background jobs ignore SIGINT, and nohup SIGHUP: these stay as they are."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    own = (signal.SIG_DFL, signal.default_int_handler)
+    return [number for number in numbers if signal.getsignal(number) in own]
 
 
 def _flush() -> None:
@@ -181,19 +191,25 @@ def _reader_has_left() -> bool:
 
 
 class _Pressed:
-    """What Ctrl-C has done in this process. `once`: it has raised KeyboardInterrupt. `announced`: the message is
-    written."""
+    """What a signal has done in this process. `once`: it has raised KeyboardInterrupt. `number`: which one it was.
+    `announced`: the message is written."""
 
     once = False
+    number: int = signal.SIGINT
     announced = False
 
 
-def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    """The first Ctrl-C raises KeyboardInterrupt, as usual. Every later one ends the process at once, also where a part
-    of the program has set this handler again."""
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """The first signal raises KeyboardInterrupt, as Ctrl-C usually does. Every later one ends the process at once, also
+    where a part of the program has set this handler again; but not SIGHUP, which is often sent twice."""
+    if signum == signal.SIGHUP:
+        hang_up()
+        if _Pressed.once:
+            return
     if _Pressed.once:
         _leave(signum, frame)
     _Pressed.once = True
+    _Pressed.number = signum
     raise KeyboardInterrupt
 
 
@@ -206,10 +222,11 @@ def _leave(signum: int, frame: FrameType | None) -> NoReturn:
 
 def _say_interrupted() -> None:
     """Say it once, whatever is pressed meanwhile."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     say("interrupted")
     _Pressed.announced = True
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def _comes_of_interrupt(error: BaseException | None) -> bool:
@@ -229,7 +246,7 @@ def _again_if_lost(lost: UnraisableHookArgs) -> None:
 
     def press() -> None:
         _Pressed.once = False
-        signal.pthread_kill(main_thread, signal.SIGINT)
+        signal.pthread_kill(main_thread, _Pressed.number)
 
     main_thread = threading.main_thread().ident or 0
 

@@ -24,7 +24,7 @@ the same command.
 exit codes:
   0    the folder was written
   2    the arguments, the checkpoint or the disk cannot be used; one message says why
-  130  ended by Ctrl-C
+  130  ended by Ctrl-C or SIGTERM
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ keys:
 exit codes:
   0    model, data and config are there
   2    the file is not a task, or a folder cannot be used; one message says why
-  130  ended by Ctrl-C
+  130  ended by Ctrl-C or SIGTERM
 """
 
 from __future__ import annotations

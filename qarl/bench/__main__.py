@@ -17,7 +17,7 @@ exit codes:
   0    everything was measured
   1    something failed or gave wrong numbers and has no figures; everything else was measured
   2    an argument is invalid
-  130  ended by Ctrl-C; finished measurements are kept
+  130  ended by Ctrl-C or SIGTERM; finished measurements are kept
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ The package gguf is needed. It comes with `make smollm2`, and without it the com
 exit codes:
   0    the folder was written
   2    the file, the folder or the disk cannot be used; one message says why, and nothing was written
-  130  ended by Ctrl-C
+  130  ended by Ctrl-C or SIGTERM
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ mismatch of a level, compared with level exact, which has none.
 exit codes:
   0    the mismatch was measured, or the thresholds
   2    the config, the data or the machine cannot be used; one message says why
-  130  ended by Ctrl-C
+  130  ended by Ctrl-C or SIGTERM
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ exit codes:
   0    nothing was found that would stop the run
   1    the run would fail
   2    the config is invalid: one message says why
-  130  ended by Ctrl-C
+  130  ended by Ctrl-C or SIGTERM
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ by prompt. `python -m qarl.eval` is the same command.
 exit codes:
   0    the scores were printed
   2    the arguments, the model or the data cannot be used; one message says why
-  130  ended by Ctrl-C
+  130  ended by Ctrl-C or SIGTERM
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ With together=FILE.html it writes only that page, with the curves of all runs in
 exit codes:
   0    all reports were written
   2    a folder is not that of a run, or cannot be written; one message says why
-  130  ended by Ctrl-C
+  130  ended by Ctrl-C or SIGTERM
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ keys of every source:
 exit codes:
   0    the files are there
   2    the arguments, the source or the folder cannot be used; one message says why
-  130  ended by Ctrl-C
+  130  ended by Ctrl-C or SIGTERM
 """
 
 from __future__ import annotations

@@ -266,7 +266,6 @@ def test_the_demo_of_the_mismatch_runs_both_arms_and_compares_them(
 
 
 SLOW = "import pathlib, time; pathlib.Path('here').touch()\n"
-ASLEEP = f"{SLOW}time.sleep(60)\n"
 CLEANS_UP = (
     "try:\n    time.sleep(60)\nfinally:\n    pathlib.Path('again').touch()\n    time.sleep(60)\n"
 )
@@ -293,15 +292,15 @@ class Interrupted:
             words, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
 
-    def press(self, when: str) -> None:
-        """Ctrl-C, once the process has made the file `when`."""
+    def press(self, when: str, number: int = signal.SIGINT) -> None:
+        """Ctrl-C or another signal, once the process has made the file `when`."""
         for _ in range(6000):
             if (self.folder / when).exists() or self.process.poll() is not None:
                 break
             time.sleep(0.01)
         assert self.process.poll() is None, self.process.communicate()
         time.sleep(0.05)
-        self.process.send_signal(signal.SIGINT)
+        self.process.send_signal(number)
 
     def end(self) -> tuple[int, str]:
         try:
@@ -311,11 +310,31 @@ class Interrupted:
         return self.process.returncode, err.removeprefix("importing PyTorch and vLLM ...\n")
 
 
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGHUP, 129)]
+ENDS_CLEAN = "try:\n    time.sleep(60)\nfinally:\n    pathlib.Path('cleaned').touch()\n"
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
 @pytest.mark.parametrize("command", ["train", "doctor"])
-def test_ctrl_c_while_torch_is_imported(command: str, tmp_path: Path) -> None:
-    run = Interrupted(tmp_path, ASLEEP, command)
-    run.press("here")
-    assert run.end() == (130, "interrupted\n")
+def test_a_signal_while_torch_is_imported(
+    command: str, number: int, code: int, tmp_path: Path
+) -> None:
+    run = Interrupted(tmp_path, SLOW + ENDS_CLEAN, command)
+    run.press("here", number)
+    assert run.end() == (code, "interrupted\n")
+    assert (tmp_path / "cleaned").exists()
+
+
+def test_a_terminal_that_hangs_up_twice_lets_the_command_clean_up(tmp_path: Path) -> None:
+    """The shell and the kernel both send SIGHUP."""
+    twice = (
+        "try:\n    time.sleep(60)\nfinally:\n    pathlib.Path('again').touch()\n    time.sleep(1)\n"
+    )
+    run = Interrupted(tmp_path, SLOW + twice + "    pathlib.Path('cleaned').touch()\n", "train")
+    run.press("here", signal.SIGHUP)
+    run.press("again", signal.SIGHUP)
+    assert run.end() == (129, "interrupted\n")
+    assert (tmp_path / "cleaned").exists()
 
 
 def test_ctrl_c_twice(tmp_path: Path) -> None:
@@ -330,18 +349,19 @@ import signal, sys
 from qarl import console
 from qarl.errors import UserError
 
-press = lambda: signal.raise_signal(signal.SIGINT)
+number = signal.{name}
+press = lambda: signal.raise_signal(number)
 
 class Dropped:
     def __del__(self):
         press()
 
 def in_a_context():
-    before = signal.getsignal(signal.SIGINT)  # as Stop of a run sets it again
+    before = signal.getsignal(number)  # as Stop of a run sets it again
     try:
         press()
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 def work(arguments):
     {body}
@@ -373,10 +393,11 @@ MOMENTS = {
 }
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_ctrl_c_at_any_moment_is_one_message(moment: str) -> None:
+def test_a_signal_at_any_moment_is_one_message(moment: str, name: str) -> None:
     body, extra = MOMENTS[moment]
-    program = PRESS.format(body=body, extra=extra)
+    program = PRESS.format(body=body, extra=extra, name=name)
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (130, "interrupted\n")

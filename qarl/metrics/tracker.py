@@ -261,6 +261,15 @@ def forget_steps_after(run_dir: Path, last: int) -> None:
         write_text(path, b"".join(remaining).decode("utf-8", errors="replace"))
 
 
+def has_lost_steps(run_dir: Path, last: int) -> bool:
+    """Return whether metrics.jsonl has no line of a step up to `last`, although the run made these steps."""
+    try:
+        lines = lines_of(run_dir / METRICS_FILE)
+    except OSError:
+        return True
+    return not any(entry["step"] <= last for entry in filter(None, map(_entry_of, lines)))
+
+
 def _entry_of(line: bytes) -> dict[str, Any] | None:
     """Return the object in a line of metrics.jsonl, or None if the line is damaged."""
     entry = value_of(line)

@@ -47,7 +47,7 @@ from qarl.config.types import as_dotted
 from qarl.config.unused_keys import unread
 from qarl.console import note, say
 from qarl.errors import UserError
-from qarl.metrics.tracker import forget_steps_after
+from qarl.metrics.tracker import forget_steps_after, has_lost_steps
 from qarl.report.damage import damage_of
 from qarl.trainer.input_changes import Inputs
 from qarl.trainer.run_lock import lock_run
@@ -257,6 +257,10 @@ def supersede(run_dir: Path, checkpoints: Iterable[tuple[int, Path]], step: int)
                 f"{folder} is of a later step than the one that the run resumes from; it was renamed to {renamed}"
             )
     forget_steps_after(run_dir, step)
+    if has_lost_steps(run_dir, step):
+        note(
+            f"{run_dir / METRICS_FILE} has lost the steps up to {step}: summary, plots and report begin after them"
+        )
     if text := damage_of(run_dir / METRICS_FILE):
         note(text)
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)

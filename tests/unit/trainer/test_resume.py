@@ -153,6 +153,28 @@ def test_resume_path_leaves_the_later_course_of_the_same_run(tmp_path, capsys):
     assert "step_4 is of a later step" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("lines", "lost"),
+    [
+        (None, True),
+        ("", True),
+        ('{"ste\n', True),
+        ('{"step": 1}\n', False),
+        ('{"step": 3}\n', True),
+    ],
+)
+def test_a_resume_says_that_the_earlier_metrics_are_lost(tmp_path, capsys, lines, lost):
+    settings = config(tmp_path)
+    run_dir = interrupted_run(settings, 2)
+    (run_dir / "metrics.jsonl").unlink(missing_ok=True)
+    if lines is not None:
+        (run_dir / "metrics.jsonl").write_text(lines)
+    with open_run(settings) as checkpoint:
+        make_newest(run_dir, checkpoint)
+    said = capsys.readouterr().err
+    assert ("has lost the steps up to 2" in said) == lost, said
+
+
 def test_resume_path_of_another_run_starts_a_folder_of_its_own(tmp_path):
     run_dir = interrupted_run(config(tmp_path), 2, 4)
     path = run_dir / "checkpoints" / "step_2"

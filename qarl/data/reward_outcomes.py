@@ -52,6 +52,10 @@ ASYNC = Refused(
 )
 
 
+PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Of a reward function, in the order in which it is usually written. Backends pass them by name, in any order."""
+
+
 def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Outcome:
     """Return the outcome of `function(**arguments)`.
 
@@ -69,7 +73,9 @@ def lacks_parameters(error: BaseException, arguments: Mapping[str, Any]) -> Refu
     trace = error.__traceback__
     if not isinstance(error, TypeError) or trace is None or trace.tb_next is not None:
         return None
-    fix = f"give it the parameters {', '.join(arguments)}, or **kwargs"
+    usual = [name for name in PARAMETERS if name in arguments]
+    named = ", ".join(dict.fromkeys([*usual, *arguments]))
+    fix = f"give it the parameters {named}, or **kwargs"
     return Refused("raised TypeError", str(error), fix)
 
 

@@ -252,13 +252,17 @@ def _tool_errors(turns: Any, loops: Loops) -> Iterator[UserError]:
         return
     if not tools:
         names = ", ".join(loops.kinds(ToolAgentLoop))
-        has_none = "the file has no function with @function_tool" if given else "neither is set"
+        has_none = (
+            "the file has no function with @function_tool, or was imported before verl executes it"
+            if given
+            else "neither is set"
+        )
         yield UserError(
             f"the agent loop {names} has no tools",
             where=where,
             why=f"{has_none}, so every call would be answered with an error",
             fix=f"set {MULTI_TURN}.function_tool_path to a file with functions decorated with @function_tool, "
-            f"or {LOOP}=qarl_single_turn",
+            f"and a loop of your own into another file, or {LOOP}=qarl_single_turn",
         )
     try:
         ToolParser.get_tool_parser(turns.format, None)

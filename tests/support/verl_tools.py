@@ -1,18 +1,14 @@
 """A tool, and a parser that takes every turn for a call of it, so that a model that knows no tools has several turns.
 
-verl executes this file (`multi_turn.function_tool_path`), and so registers both. `UnmaskedLoop` is a user's own loop
-with a mistake (`rollout.agent.agent_loop_config_path`)."""
+verl executes this file (`multi_turn.function_tool_path`), and so registers both."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY, function_tool
-
-from qarl.verl.agent_loop import AnyTokenizer
 
 
 def count_letters(text: str) -> str:
@@ -35,16 +31,3 @@ class EveryTurn(ToolParser):
     ) -> tuple[str, list[FunctionCall]]:
         text = self.tokenizer.decode(responses_ids, skip_special_tokens=True)
         return text, [FunctionCall(name="count_letters", arguments=json.dumps({"text": text}))]
-
-
-class OwnLoop(AnyTokenizer, ToolAgentLoop):
-    """A user's own loop."""
-
-
-class UnmaskedLoop(OwnLoop):
-    """It says that the model sampled the tools' answers, too."""
-
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
-        output = await super().run(sampling_params, **row)
-        output.response_mask = [1] * len(output.response_ids)
-        return output

@@ -116,7 +116,7 @@ def written(folder: Path, target: str) -> str:
 
 def test_a_users_loop(tmp_path: Path) -> None:
     """It may read any key."""
-    own = written(tmp_path, "verl_tools.OwnLoop")
+    own = written(tmp_path, "verl_loops.OwnLoop")
     assert told(own, f"{LOOP}=own", TOOLS) == []
     assert told(own, f"{LOOP}=own", TOOLS, f"{TURNS}.num_repeat_rollouts=2") == []
     (idle,) = told(own)

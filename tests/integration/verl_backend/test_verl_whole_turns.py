@@ -96,7 +96,8 @@ def test_verls_loop_of_tools_and_a_users_own(
     run_dir = run_quickstart(tmp_path, model, data, CHANGES | rewarded(tmp_path) | section(verl))
     for entry in steps_of(run_dir):
         assert entry["mismatch/abs_max"] == 0
-        assert entry["turns/mean"] > 2.5
+        # A turn has no limit of its own here, so many fill the response.
+        assert entry["turns/mean"] > 1 and entry["turns/max"] > 1
         assert misplaced(entry.keys() - {"step"}, "verl") == []
 
 
@@ -112,7 +113,7 @@ def test_a_users_loop_that_masks_nothing_is_stopped(
 def own_loop(folder: Path, name: str) -> dict[str, str]:
     """Keys of a user's loop."""
     file = folder / "loops.yaml"
-    file.write_text(f"- name: own\n  _target_: verl_tools.{name}\n", encoding="utf-8")
+    file.write_text(f"- name: own\n  _target_: verl_loops.{name}\n", encoding="utf-8")
     return {f"{ROLLOUT}.agent.agent_loop_config_path": str(file)}
 
 

@@ -342,3 +342,13 @@ def test_settings_of_the_averages():
     summed = objective_settings(run_config("grpo", {}, {"adv_estimator": "dr_grpo"}))
     assert (summed.loss_agg_mode, summed.loss_scale_factor) == ("seq-mean-token-sum-norm", 12)
     assert math.exp(20) * 10 < NO_DUAL_CLIP
+
+
+def test_the_bound_of_a_geometric_weight_is_that_of_the_mean() -> None:
+    """100 tokens, each 0.5 nats off: the mean is 0.5, though the sum of 50 is above verl's bound of 20."""
+    rollout = torch.full((1, 100), -1.5)
+    mask = torch.ones(1, 100, dtype=torch.bool)
+    geometric = {"rollout_is": "geometric", "rollout_is_threshold": 5.0}
+    correction = objective_settings(run_config("grpo", geometric)).correction
+    weight = correction_weights(rollout + 0.5, rollout, mask, correction)
+    torch.testing.assert_close(weight, torch.full((1, 100), math.exp(0.5)))

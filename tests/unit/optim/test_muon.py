@@ -62,3 +62,11 @@ def test_the_state_of_another_optimizer_is_refused(muon_lr: float | None) -> Non
     with pytest.raises(UserError, match="state of another optimizer"):
         optimizer.load_state_dict(others[0 if muon_lr else 1].state_dict())
     optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_each_expert_of_a_stack_gets_the_update_of_its_own_matrix() -> None:
+    """The factor sqrt(max(1, N / K)) is that of a matrix. The number of experts does not count."""
+    stack = torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(0))
+    updates = orthogonalized(stack).float()
+    for update, matrix in zip(updates, stack, strict=True):
+        torch.testing.assert_close(update, orthogonalized(matrix).float(), atol=0.02, rtol=0.0)

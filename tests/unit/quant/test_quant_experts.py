@@ -26,7 +26,7 @@ from qarl.quant import (
     quantize_model,
 )
 from qarl.quant.convert import linear_shapes, select_linears
-from qarl.quant.experts import STACKS, ExpertsInOneCopy, unstacked, unstacked_shapes
+from qarl.quant.experts import STACKS, ExpertsInOneCopy, stacked, unstacked, unstacked_shapes
 from qarl.schemes import UNQUANTIZED
 
 LOW_BIT = ("w4a16", "w8a8", "fp8")
@@ -324,3 +324,16 @@ def test_routers_and_gates_of_shared_experts_are_never_quantized() -> None:
     assert linear_shapes(model)["model.layers.0.mlp.experts.3.down_proj"] == (64, 32)
     with pytest.raises(UserError, match=r"experts\.0\.down_proj has shape \[64, 32\]"):
         select_linears(model, get_scheme("w4a16", 64), ())
+
+
+def test_stacks_are_in_the_order_of_the_experts_numbers() -> None:
+    """Files list names as text, so that expert 10 comes before expert 2."""
+    matrices = {
+        f"mlp.experts.{expert}.{matrix}.weight": torch.full((1, 1), float(expert))
+        for expert in range(11)
+        for matrix in ("gate_proj", "up_proj", "down_proj")
+    }
+    stacks = dict(stacked(sorted(matrices.items(), key=lambda item: item[0])))
+    numbers = torch.arange(11.0)[:, None, None]
+    assert torch.equal(stacks["mlp.experts.gate_up_proj.weight"], numbers.expand(11, 2, 1))
+    assert torch.equal(stacks["mlp.experts.down_proj.weight"], numbers)

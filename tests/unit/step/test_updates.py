@@ -105,3 +105,10 @@ def test_pairs_are_those_of_all_tokens_and_lengths_those_of_responses() -> None:
     own, rollout, lengths = pairs.joined()
     assert rollout.tolist() == [-1.0, -2.0, -0.5] * 2 and torch.equal(own, rollout - 1)
     assert lengths.tolist() == [2, 1, 0] * 2 and pairs.mean_length == 1.5
+
+
+def test_a_rank_without_a_difference_drops_the_step_with_the_others() -> None:
+    updates = StepUpdates("auto")
+    updates.compared += Counts(tokens=4, differing=0)
+    assert updates.close(lambda numbers: [number + 1 for number in numbers])
+    assert updates.dropped and updates.compared.differing == 1

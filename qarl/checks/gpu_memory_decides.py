@@ -18,7 +18,7 @@ from qarl.config import Config
 
 DEFAULT_SEQUENCES = 256
 MOST_SEQUENCES = 512
-"""vLLM 0.24's largest captured decode step, if its settings do not say otherwise."""
+"""vLLM's largest captured decode step, if its settings do not say otherwise."""
 SMALL = 2 * 10**9
 """The most parameters of a model whose decode steps are taken to be bound by the host."""
 MEAN_RESPONSE = 0.25

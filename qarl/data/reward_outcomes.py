@@ -74,7 +74,8 @@ def lacks_parameters(error: BaseException, arguments: Mapping[str, Any]) -> Refu
     if not isinstance(error, TypeError) or trace is None or trace.tb_next is not None:
         return None
     usual = [name for name in PARAMETERS if name in arguments]
-    named = ", ".join(dict.fromkeys([*usual, *arguments]))
+    others = [name for name in arguments if name not in PARAMETERS]
+    named = ", ".join([*others, *usual])
     fix = f"give it the parameters {named}, or **kwargs"
     return Refused("raised TypeError", str(error), fix)
 

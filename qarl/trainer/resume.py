@@ -83,6 +83,8 @@ _ROUNDING = _keys(
     "enable_prefix_caching free_cache_engine",
 )
 """Keys that limit memory or set threads. If they change, the training is the same, but the rounding differs."""
+FORMER_DEFAULTS = {"model.gradient_checkpointing": False, "rollout.max_num_seqs": 256}
+"""Defaults of keys whose default is null now, which means the same on a CPU."""
 UNTRAINED = _FREE | _ROUNDING | _VALIDATION
 """Every key that a resume may change."""
 _RANKS = _keys(trainer="nnodes n_gpus_per_node")
@@ -431,6 +433,9 @@ def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[An
         before.setdefault(key, default)
     for key, _ in list(unread(before, default_values())):
         del before[key]
+    for key, former in FORMER_DEFAULTS.items():
+        if now[key] is None and before.get(key) == former:
+            before[key] = None
     return {
         key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]
     }

@@ -134,9 +134,9 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
     """Run `command` with `argv` (None: the process's own arguments). Return the exit code.
 
     Arguments that are not written KEY=VALUE are refused first (`qarl.command_line`).
-    After a `UserError`, print one message and return 2. After Ctrl-C or SIGTERM, return 130, and 129 after SIGHUP: both
-    let the command remove what is half done. If nobody reads the output any more, so that the command cannot go on,
-    return 141. Show no traceback.
+    After a `UserError`, print one message and return 2. After Ctrl-C or SIGTERM, return 130, and 129 after SIGHUP: in
+    both cases the command first removes unfinished work. If nobody reads the output any more, return 141. Show no
+    traceback.
 
     `describe`: a function that returns the help text. Its argument: the words other than `--help` and key=value.
     """
@@ -191,8 +191,8 @@ def _reader_has_left() -> bool:
 
 
 class _Pressed:
-    """What a signal has done in this process. `once`: it has raised KeyboardInterrupt. `number`: which one it was.
-    `announced`: the message is written."""
+    """The first signal that this process has received. `once`: whether it has raised KeyboardInterrupt. `number`: the
+    signal's number. `announced`: whether the message has been written."""
 
     once = False
     number: int = signal.SIGINT

@@ -1,4 +1,4 @@
-"""What a GPU's memory decides where the config has null: recomputation, and how many sequences vLLM decodes at once.
+"""Two settings that follow a GPU's memory if the config has null: recomputation, and how many sequences vLLM decodes.
 
 The answers depend on the run's config, the model's and the GPU's memory, so the doctor's are the trainer's. On a CPU,
 and where the model's sizes or the GPU's memory are not known, they are `false` and `DEFAULT_SEQUENCES`.

@@ -139,7 +139,7 @@ class RewardConfig(Section):
     overlong_penalty_factor: Annotated[float, Unit("reward"), Sane(0.01, 10)] = Field(
         default=1.0, gt=0
     )
-    """What a response of data.max_response_length tokens loses."""
+    """How much reward a response of data.max_response_length tokens loses."""
 
     workers: Annotated[int, Unit("processes"), Sane(1, 64)] = Field(default=2, ge=1, le=1024)
     """Most processes that run the function at the same time. Each loads it once, with its model if it has one. Backend

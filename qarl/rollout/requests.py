@@ -51,13 +51,13 @@ class RolloutBatch:
         ]
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
-        """Return these responses, in this order."""
+        """Return these responses, in this order. Preemptions are counted for the whole batch, so here they are 0."""
         chosen: dict[str, Any] = {
             name: [values[row] for row in rows]
             for name in _LISTS
             if (values := getattr(self, name)) is not None
         }
-        return replace(self, **chosen)
+        return replace(self, preemptions=0, **chosen)
 
     @classmethod
     def joined(cls, parts: Sequence[RolloutBatch]) -> RolloutBatch:

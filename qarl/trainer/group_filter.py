@@ -11,7 +11,7 @@ if all bits of its FP32 value are; verl compares the standard deviation of a met
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,12 +60,14 @@ def groups_that_differ(
     equal: list[Scored] = []
     total = 0.0
     responses = 0
+    preemptions = 0
     batches = 0
     while batches < limit and len(differing) < groups:
         part = sample(batches)
         batches += 1
         total += float(part.rewards.double().sum())
         responses += len(part.rewards)
+        preemptions += part.responses.preemptions
         for start in range(0, len(part.rewards), size):
             group = part.select(range(start, start + size))
             same = bool((group.rewards == group.rewards[0]).all())
@@ -77,4 +79,5 @@ def groups_that_differ(
         "filter_groups/equal": max(0, groups - len(differing)),
         "filter_groups/score_mean": total / responses,
     }
-    return Scored.joined(chosen), metrics
+    joined = Scored.joined(chosen)
+    return replace(joined, responses=replace(joined.responses, preemptions=preemptions)), metrics

@@ -45,7 +45,7 @@ class MasterAdamW(MuonAdamW):
             for _, parameter in named:
                 parameter.grad_dtype = torch.float32
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # torch also takes closures
         """Update every parameter. If a gradient is not finite, change nothing: neither weights nor state."""
         gradients = [
             p.grad for group in self.param_groups for p in group["params"] if p.grad is not None

@@ -77,16 +77,20 @@ class Given:
         return self.environment and InProcess(self.environment, timeout_s=timeout_s)
 
     @property
+    def _factories(self) -> list[Any]:
+        return list(self.factory.values()) if isinstance(self.factory, dict) else [self.factory]
+
+    @property
     def sources(self) -> list[Any]:
         """The functions and classes whose source decides what a turn is answered."""
-        factories = self.factory.values() if isinstance(self.factory, dict) else [self.factory]
-        return [each for each in (*self.tools, *factories, self.environment) if callable(each)]
+        return [
+            each for each in (*self.tools, *self._factories, self.environment) if callable(each)
+        ]
 
     @property
     def probe_tools(self) -> list[Callable[..., Any]]:
         """The tools that prompts tell of, as far as they are known before an environment is made."""
-        factories = self.factory.values() if isinstance(self.factory, dict) else [self.factory]
-        classes = [each for each in factories if inspect.isclass(each)]
+        classes = [each for each in self._factories if inspect.isclass(each)]
         return [*self.tools, *(method for each in classes for method in methods_of(each))]
 
 

@@ -73,7 +73,7 @@ def main(model: str, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     arguments: dict[str, Any] = {"peft_config": LoraConfig(**lora)} if lora else {}
     if settings.pop("unmask", False):
         everything = property(lambda self: [True] * len(self.response_token_ids))
-        conversation.Conversation.mask = everything  # type: ignore[method-assign, assignment]
+        conversation.Conversation.mask = everything  # type: ignore[method-assign, assignment]  # the planted mistake
     if kind == "tools":
         tokenizer: Any = AutoTokenizer.from_pretrained(model)
         tokenizer.response_schema = ALWAYS

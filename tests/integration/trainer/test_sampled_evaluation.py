@@ -39,7 +39,7 @@ def test_sampled_answers_of_an_evaluation(tmp_path: Path) -> None:
         assert sampling.temperature == 1.0 and seeds is not None and len(set(seeds)) == len(seeds)
         return generate(prompts, sampling, seeds)
 
-    trainer.generate = counted  # type: ignore[method-assign]
+    trainer.generate = counted  # type: ignore[method-assign]  # counts the requests
     with trainer.engine:
         trainer.publish()
         first = trainer.evaluate()

@@ -64,6 +64,7 @@ def test_groups_of_equal_rewards_are_replaced() -> None:
     assert [int(experts.max()) for experts in responses.routed_experts] == [0, 1, 12, 13]
     assert responses.top_token_ids is None and responses.conversations is None
     assert responses.weight_version == 3
+    assert responses.preemptions == 2  # one in each of the two batches that were sampled
     assert metrics["filter_groups/num_gen_batches"] == 2
     assert metrics["filter_groups/dropped"] == pytest.approx(3 / 5)
     assert metrics["filter_groups/equal"] == 0

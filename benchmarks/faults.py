@@ -1,6 +1,6 @@
 """Deliberate faults: does the test file that should notice each of them fail?
 
-    python -m benchmarks.faults                     all faults of faults.toml; about two hours
+    python -m benchmarks.faults                     all faults of faults.toml; about a minute each
     python -m benchmarks.faults tbpo quant.zero     those whose names begin so
     python -m benchmarks.faults --list              nothing runs
 

@@ -51,11 +51,12 @@ def product_with(weight: torch.Tensor) -> Product:
 
     def multiply(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.detach().flatten(0, -2)
-        padded = F.pad(rows, (0, 0, 0, max(_FEWEST_ROWS - len(rows), 0))).contiguous()
-        y = x.new_empty(len(padded), width)
+        if len(rows) < _FEWEST_ROWS:
+            rows = F.pad(rows, (0, 0, 0, _FEWEST_ROWS - len(rows)))
+        y = x.new_empty(len(rows), width)
         added = None if bias is None else F.pad(bias.detach().float(), (0, missing))
-        torch.ops._C.weight_packed_linear(y, padded, packed, added, True)
-        return y[: len(rows), :out_features].unflatten(0, x.shape[:-1])
+        torch.ops._C.weight_packed_linear(y, rows.contiguous(), packed, added, True)
+        return y[: x.shape[:-1].numel(), :out_features].unflatten(0, x.shape[:-1])
 
     return multiply
 

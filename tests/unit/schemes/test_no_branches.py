@@ -24,6 +24,7 @@ OTHER_MEANINGS = {
     # rows of tiles.json, by the product that is tuned
     "qarl/kernels/triton/scaled_mm.py": ("w8a8", "fp8"),
     "qarl/kernels/triton/w4a16.py": ("w4a16",),
+    "qarl/kernels/triton/w4a16_forward.py": ("w4a16",),
 }
 """Files in which the name of a scheme means something else. `bf16` is a dtype everywhere."""
 

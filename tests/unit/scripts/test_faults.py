@@ -9,7 +9,7 @@ from benchmarks import faults
 
 def test_every_fault_has_its_place_and_its_test() -> None:
     listed = faults.faults()
-    assert 60 <= len(listed) <= 120 and all(fault.breaks for fault in listed)
+    assert len(listed) >= 60 and all(fault.breaks for fault in listed)
     assert [fault.name for fault in listed if fault.place(ROOT) is None] == [], (
         "these faults are stale"
     )

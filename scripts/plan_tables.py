@@ -143,15 +143,15 @@ def exact_ratios(kernels: Exact, model: str) -> tuple[float, float]:
     (base,) = predict(work, rates)
     source = find_model(model)
     scheme = get_scheme(kernels.scheme, default_group_size(source.size))
-    room = memory(work, rates, source.size, scheme.name, Level.MODEL).kv_tokens
+    held = memory(work, rates, source.size, scheme.name, Level.MODEL)
     points = {**rates.product["bf16"], **rates.product[kernels.scheme]}
     engine, trainer = (
         Multiplier(scheme, name, points[name]) for name in (kernels.engine, kernels.trainer)
     )
     seconds = []
     for recomputed in (0.0, 1.0):
-        run = Setup(engine, trainer, compiled=False, recomputed=recomputed)
-        step = Roofline(source.size, rates, work, run, room).step()
+        run = held.decides(Setup(engine, trainer, compiled=False, recomputed=recomputed))
+        step = Roofline(source.size, rates, work, run, held.kv_tokens).step()
         seconds.append(sum(step.seconds.values()))
     return base["step"] / seconds[0], base["step"] / seconds[1]
 

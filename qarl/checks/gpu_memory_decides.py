@@ -46,16 +46,23 @@ def sequences_at_once(
 ) -> int:
     """Return what `rollout.max_num_seqs` says. If it is null, return what the engine's cache holds at a mean length, at
     least `DEFAULT_SEQUENCES` and at most `MOST_SEQUENCES`, for small models on a GPU, else `DEFAULT_SEQUENCES`."""
-    rollout = config.rollout
-    if rollout.max_num_seqs is not None:
-        return rollout.max_num_seqs
+    asked = config.rollout.max_num_seqs
+    if asked is not None:
+        return asked
     size = _size_of(hf_config)
-    if size is None or device != "cuda" or not gpu_memory_bytes or size.parameters > SMALL:
+    if size is None or device != "cuda" or not gpu_memory_bytes:
         return DEFAULT_SEQUENCES
     plan = estimate(size, config, device=device, gpu_memory_bytes=gpu_memory_bytes)
+    return sequences_for(size, config, plan.kv_tokens)
+
+
+def sequences_for(size: ModelSize, config: Config, kv_tokens: float) -> int:
+    """Return `sequences_at_once` of a GPU whose engine has a cache of `kv_tokens` tokens, if max_num_seqs is null."""
+    if size.parameters > SMALL:
+        return DEFAULT_SEQUENCES
     mean = config.data.max_prompt_length + MEAN_RESPONSE * config.data.max_response_length
-    fits = int(plan.kv_tokens / mean) // _STEP * _STEP
-    most = min(fits, MOST_SEQUENCES, rollout.max_num_batched_tokens or MOST_SEQUENCES)
+    fits = int(kv_tokens / mean) // _STEP * _STEP
+    most = min(fits, MOST_SEQUENCES, config.rollout.max_num_batched_tokens or MOST_SEQUENCES)
     return max(most, DEFAULT_SEQUENCES)
 
 

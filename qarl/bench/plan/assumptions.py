@@ -16,8 +16,6 @@ ADAMW_BYTES = 38
 """Bytes that an AdamW step moves per parameter: FP32 gradient, moments and master, BF16 weight."""
 PUBLISH_PASSES = 4
 """Passes over the published bytes."""
-MOST_SEQUENCES = 256
-"""vLLM's max_num_seqs."""
 GPUS_PER_NODE = 8
 NEWTON_SCHULZ_STEPS = 5
 

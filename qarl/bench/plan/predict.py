@@ -13,6 +13,7 @@ prediction. A level that the model does not have is predicted, too, and marked.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,8 @@ from qarl.bench.plan.multiplier import invariant_choice, multiplier
 from qarl.bench.plan.roofline import TERMS, Roofline, Setup, by_phase
 from qarl.bench.plan.work import Work
 from qarl.bench.report import markdown_table
-from qarl.checks.memory import MemoryEstimate, estimate
+from qarl.checks.gpu_memory_decides import DEFAULT_SEQUENCES, sequences_for
+from qarl.checks.memory import MemoryEstimate, estimate, recomputes
 from qarl.checks.model_size import ModelSize
 from qarl.config.actor import ActorConfig
 from qarl.config.level import Level
@@ -136,8 +138,8 @@ def doubts(work: Work, source: Source, scheme: Scheme, level: Level) -> list[str
 def _row(work: Work, rates: Rates, source: Source, scheme: Scheme, level: Level) -> dict[str, Any]:
     """Return the prediction for one scheme and level."""
     size = source.size
-    plan = memory(work, rates, size, scheme.name, level)
-    room = float(plan.kv_tokens) if rates.memory_bytes else float("inf")
+    held = memory(work, rates, size, scheme.name, level)
+    room = held.kv_tokens
     if room < work.prompt_length + work.response_length[-1]:
         what = f"an engine with {scheme.name} weights has room for {room:.0f} tokens"
         raise UserError(
@@ -148,15 +150,17 @@ def _row(work: Work, rates: Rates, source: Source, scheme: Scheme, level: Level)
     choice = _choice(scheme, level, rates)
     doubtful = doubts(work, source, scheme, level) if rates.on_gpu else []
     exact = level.follows_engine and not doubtful
-    of_run = setup(work, rates, scheme, level, choice, exact=exact)
+    of_run = held.decides(setup(work, rates, scheme, level, choice, exact=exact))
     step = Roofline(size, rates, work, of_run, room).step()
-    phase, peak = plan.peak
+    phase, peak = held.estimate.peak
     return {
         "scheme": scheme.name,
         "level": level,
         "kernels": choice,
         "multiplies": {"engine": of_run.engine.kernel, "trainer": of_run.trainer.kernel},
         "recomputed": of_run.recomputed,
+        "checkpointed": of_run.checkpointed,
+        "sequences": of_run.sequences,
         "doubts": doubtful,
         "seconds": step.seconds,
         "phases": by_phase(step.seconds),
@@ -169,8 +173,22 @@ def _row(work: Work, rates: Rates, source: Source, scheme: Scheme, level: Level)
     }
 
 
-def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: Level) -> MemoryEstimate:
-    """Return the doctor's memory estimate: for one GPU, or on a CPU for the process."""
+@dataclass(frozen=True)
+class Held:
+    """What a device's memory holds, and what follows from it if the config leaves it to the memory."""
+
+    estimate: MemoryEstimate
+    kv_tokens: float
+    checkpointed: bool
+    sequences: int
+
+    def decides(self, run: Setup) -> Setup:
+        """Return `run` with the memory's decisions."""
+        return replace(run, checkpointed=self.checkpointed, sequences=self.sequences)
+
+
+def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: Level) -> Held:
+    """Return the doctor's memory estimate, for one GPU, or on a CPU for the process, and what it decides."""
     on_gpu = bool(rates.memory_bytes)
     nodes = -(-work.gpus // GPUS_PER_NODE)
     micro: dict[str, Any] = {
@@ -181,7 +199,6 @@ def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: Level)
     config = run_config(
         *(work.model, work, scheme, level),
         backend="verl" if on_gpu else "local",
-        model={"gradient_checkpointing": on_gpu},
         data={"max_response_length": work.response_length[-1]},
         rollout={"tensor_model_parallel_size": work.tensor_parallel},
         optim={"name": work.optimizer},
@@ -189,8 +206,16 @@ def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: Level)
         actor=micro,
         trainer={"nnodes": nodes, "n_gpus_per_node": work.gpus // nodes},
     )
-    return estimate(
-        size, config, device="cuda" if on_gpu else "cpu", gpu_memory_bytes=rates.memory_bytes
+    device = "cuda" if on_gpu else "cpu"
+    plan = estimate(size, config, device=device, gpu_memory_bytes=rates.memory_bytes)
+    if not on_gpu:
+        return Held(plan, float("inf"), checkpointed=False, sequences=DEFAULT_SEQUENCES)
+    kv_tokens = float(plan.kv_tokens)
+    return Held(
+        plan,
+        kv_tokens,
+        checkpointed=recomputes(size, config, device, rates.memory_bytes),
+        sequences=sequences_for(size, config, kv_tokens),
     )
 
 
@@ -229,6 +254,9 @@ def notes(rows: list[dict[str, Any]]) -> str:
         who = f"{by['engine']} in the engine, {by['trainer']} in the trainer"
         share = f"old log-probs of {row['recomputed']:.0%} of the rows"
         line = f"{row['scheme']} {row['level']}: quant.kernels={row['kernels']}, {who}; {share}"
+        line += f"; up to {row['sequences']} sequences at once"
+        if row["checkpointed"]:
+            line += "; activations recomputed"
         if row["level"].low_bit:
             lines.append("; ".join([line, *row["doubts"]]))
     return "\n".join(lines)

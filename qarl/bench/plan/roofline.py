@@ -16,6 +16,7 @@ from qarl.bench.plan.devices import Rates
 from qarl.bench.plan.multiplier import Multiplier, multiplier
 from qarl.bench.plan.traffic import beyond_products, muon_bytes_per_weight, newton_schulz_flop
 from qarl.bench.plan.work import Work
+from qarl.checks.gpu_memory_decides import DEFAULT_SEQUENCES
 from qarl.checks.model_size import ModelSize
 from qarl.config.optimizers import get_optimizer
 from qarl.schemes import UNQUANTIZED
@@ -89,16 +90,20 @@ class Sent:
 class Setup:
     """What a scheme and a level make of a run.
 
-    engine      multiplies in the rollout
-    trainer     multiplies in the trainer's forward
-    compiled    whether vLLM compiles its engine on a GPU
-    recomputed  the share of the rows whose old log-probs a step computes in a pass
+    engine        multiplies in the rollout
+    trainer       multiplies in the trainer's forward
+    compiled      whether vLLM compiles its engine on a GPU
+    recomputed    the share of the rows whose old log-probs a step computes in a pass
+    checkpointed  whether a backward runs its layers' forward again (`model.gradient_checkpointing`)
+    sequences     the most that an engine decodes at once (`rollout.max_num_seqs`)
     """
 
     engine: Multiplier
     trainer: Multiplier
     compiled: bool = True
     recomputed: float = 1.0
+    checkpointed: bool = False
+    sequences: int = DEFAULT_SEQUENCES
 
     @property
     def low_bit(self) -> bool:
@@ -120,7 +125,7 @@ class Roofline:
         self.scheme = setup.engine.scheme
         self.kv_tokens = kv_tokens
         self.plain = multiplier(rates.product, UNQUANTIZED)
-        # On GPUs a prompt is prefilled once for all its responses, and a backward recomputes the layers.
+        # On GPUs a prompt is prefilled once for all its responses.
         self.on_gpu = rates.on_gpu
         self.engines = work.gpus // work.tensor_parallel
         self.sequences = -(-work.prompts * work.n // self.engines)
@@ -175,10 +180,10 @@ class Roofline:
         return Prediction(seconds, gathered + others * sent.published, sent.published)
 
     def backward(self) -> float:
-        """Return seconds of a step's backwards. On a GPU they run the layers' forward again."""
+        """Return seconds of a step's backwards, with the layers' forward if they run it again."""
         rows = self.work.rows
         each = 2 * self.pass_(rows, self.plain)
-        if self.on_gpu:
+        if self.setup.checkpointed:
             each += self.pass_(rows, self.setup.trainer, head=False)
         if self.adapters:
             each -= self.frozen(rows)
@@ -209,7 +214,7 @@ class Roofline:
         return moved / self.work.gpus / self.rates.memory
 
     def elementwise(self) -> dict[str, float]:
-        """Return seconds of a GPU for bytes that products do not move. A backward runs its blocks' forward again."""
+        """Return seconds of a GPU for bytes that products do not move."""
         work = self.work
         response = work.response_length[0]
         tokens = round(work.rows * (work.prompt_length + response))
@@ -221,9 +226,10 @@ class Roofline:
         logits = work.batches * work.rows * response * self.size.vocab / self.rates.memory
         of_forward = assumptions.LOGIT_FORWARD_BYTES * logits
         of_backward = assumptions.LOGIT_BACKWARD_BYTES * logits
+        forwards = 2 if self.setup.checkpointed else 1
         return {
             "old_log_prob_elementwise": self.setup.recomputed * (forward + of_forward),
-            "update_elementwise": 2 * forward + backward + of_forward + of_backward,
+            "update_elementwise": forwards * forward + backward + of_forward + of_backward,
         }
 
     def beside_decode(self) -> dict[str, float]:
@@ -332,7 +338,7 @@ class Roofline:
         """Return how many responses an engine decodes at once. The KV cache limits them, and each is assumed to have
         half its final length."""
         room = self.kv_tokens / self.length
-        return max(min(self.sequences, assumptions.MOST_SEQUENCES, room), 1.0)
+        return max(min(self.sequences, self.setup.sequences, room), 1.0)
 
     def decode_steps(self) -> float:
         """Return how many decode steps an engine makes until all responses have the mean length."""

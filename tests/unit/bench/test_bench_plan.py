@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from checkout import ROOT
 
-from qarl.bench.plan.devices import Rates, measured_rates
+from qarl.bench.plan.devices import Rates, assumed_rates, measured_rates
 from qarl.bench.plan.multiplier import Measured
-from qarl.bench.plan.predict import ERROR, setup
+from qarl.bench.plan.predict import ERROR, notes, predict, setup
 from qarl.bench.plan.roofline import TERMS, Roofline
 from qarl.bench.plan.work import Work
 from qarl.bench.report import summary
@@ -50,10 +50,10 @@ def rates(flop: float = math.inf, memory: float = math.inf, **changes: Any) -> R
 
 
 def step(size: ModelSize, of: Rates, work: Work = WORK, scheme: str = "bf16", level: str = "linears",
-         kv_tokens: float = math.inf, *, exact: bool = False) -> dict[str, float]:  # fmt: skip
+         kv_tokens: float = math.inf, *, exact: bool = False, **decided: Any) -> dict[str, float]:  # fmt: skip
     of_weights = get_scheme(scheme, 32)
     of_run = setup(work, of, of_weights, Level(level), KernelChoice.ENGINE, exact=exact)
-    step = Roofline(size, of, work, of_run, kv_tokens).step()
+    step = Roofline(size, of, work, replace(of_run, **decided), kv_tokens).step()
     return step.seconds | {"gathered": step.gathered, "published": step.published}
 
 
@@ -164,7 +164,7 @@ def test_gpus_engines_and_room() -> None:
         and two_gpus["decode"] == one_gpu["decode"] / 2
     )
     assert one_gpu["prefill"] == step(SMALL, rates(flop=1.0))["prefill"] / 2
-    assert one_gpu["backward"] == 3 * one_gpu["forward"] - 4 * 2 * 25 * HEAD
+    assert one_gpu["backward"] == 2 * one_gpu["forward"]
     engine = step(SMALL, rates(flop=1.0, on_gpu=True), replace(WORK, gpus=2, tensor_parallel=2))
     assert engine["decode"] == one_gpu["decode"] / 2
     full, tight = (
@@ -175,6 +175,40 @@ def test_gpus_engines_and_room() -> None:
     assert tight - full == pytest.approx(24 * weights), (
         "two at a time read the weights twice as often"
     )
+    limited = step(SMALL, rates(memory=1.0, on_gpu=True), sequences=2)["decode"]
+    assert limited == pytest.approx(tight), "two at a time by max_num_seqs"
+
+
+def test_a_backward_that_recomputes_activations_by_hand() -> None:
+    """It runs the layers' forward again, without lm_head, and moves the forward's other bytes again."""
+    of_products = [
+        step(SMALL, rates(flop=1.0, on_gpu=True), checkpointed=checkpointed)
+        for checkpointed in (False, True)
+    ]
+    blocks = of_products[0]["forward"] - 4 * 2 * 25 * HEAD
+    assert of_products[1]["backward"] - of_products[0]["backward"] == blocks
+    of_bytes = [
+        step(SMALL, rates(memory=1.0, on_gpu=True), checkpointed=checkpointed)
+        for checkpointed in (False, True)
+    ]
+    logits = 24 * 4 * 25 * 100
+    again = of_bytes[0]["old_log_prob_elementwise"] - logits
+    moved = [costs["update_elementwise"] for costs in of_bytes]
+    assert moved[1] - moved[0] == pytest.approx(again)
+
+
+@pytest.mark.parametrize(
+    ("model", "checkpointed", "sequences"),
+    [("Qwen2.5-0.5B", False, 512), ("Qwen3-8B", True, 256)],
+)
+def test_the_memory_decides_as_in_a_run(model: str, checkpointed: bool, sequences: int) -> None:
+    """512 prompts and answers of up to 2,048 tokens on an H200: half a billion parameters leave room for activations,
+    8 billion with their optimizer do not."""
+    work = Work(model=model, gpus=1, gpu="h200", prompts=64, response_length=(1024, 2048),
+                prompt_length=512, mini_batches=1, micro_tokens=16384, schemes=("bf16",))  # fmt: skip
+    (row, *_) = predict(work, assumed_rates("h200"))
+    assert (row["checkpointed"], row["sequences"]) == (checkpointed, sequences)
+    assert ("activations recomputed" in notes([row | {"level": Level.LINEARS}])) == checkpointed
 
 
 def test_decode_steps_and_the_longest_response_by_hand() -> None:

@@ -58,6 +58,14 @@ def _load(plugin: str) -> None:
             importlib.import_module(plugin)
     except UserError:
         raise
+    except SystemExit as error:
+        raise UserError(
+            f"the plugin {plugin} ends the program when it is imported",
+            where="plugins",
+            why=f"it calls sys.exit({error.code!r}){_location(error)}",
+            fix="let it only define and register what it adds; what a script does belongs under "
+            "`if __name__ == '__main__':`",
+        ) from error
     except Exception as error:
         location = _location(error)
         fix = "give files that end in .py, or modules that this Python environment can import"
@@ -71,7 +79,7 @@ def _load(plugin: str) -> None:
         ) from error
 
 
-def _location(error: Exception) -> str:
+def _location(error: BaseException) -> str:
     """Return the place in the plugin's code at which `error` was raised, or "" if none of it ran."""
     frames = traceback.extract_tb(error.__traceback__)
     foreign = ("<frozen", os.path.dirname(importlib.__file__), __file__)

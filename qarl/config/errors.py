@@ -19,13 +19,16 @@ from qarl.errors import UserError
 
 NOT_GIVEN = "(not given)"
 """The value of a key that was not given, compared by identity. An explicit `null` is a value, too."""
+NO_KEY = "(no key)"
+"""The value where the problem is that of a whole file, line or argument, compared by identity."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """One problem in the configuration.
 
-    `key` is the dotted key, or the whole argument if it has no key. `value` is the given value or `NOT_GIVEN`.
+    `key` is the dotted key, and `value` the given value or `NOT_GIVEN`. A problem of a whole file, line or argument has
+    its name as `key`, and `NO_KEY` as `value`.
     `source` is `file:line` or `command line`, if known. `about` says what the key means.
     """
 
@@ -37,7 +40,9 @@ class Problem:
     about: str | None = None
 
     def __str__(self) -> str:
-        value = f": {self.value}" if self.value is NOT_GIVEN else f" = {show(self.value)}"
+        value = f" = {show(self.value)}"
+        if self.value is NOT_GIVEN or self.value is NO_KEY:
+            value = f": {NOT_GIVEN}" if self.value is NOT_GIVEN else ""
         origin = f"  ({self.source})" if self.source else ""
         about = f"\n  about: {self.about}" if self.about else ""
         return f"{self.key}{value}{origin}\n  reason: {self.reason}{about}\n  fix: {self.fix}"
@@ -117,6 +122,8 @@ def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str]) -> Probl
             f"write its keys below it, each indented, or {key}.KEY=VALUE on the command line; "
             f"`qarl train --help {plain_key}` describes them"
         )
+    elif kind == "bool_type":
+        reason, fix = _no_boolean(value, plain_key)
     else:
         reason = error["msg"].replace("Input should be ", "must be ")
         reason = reason[:1].lower() + reason[1:]
@@ -124,6 +131,25 @@ def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str]) -> Probl
             "fix", f"correct the value; `qarl train --help {plain_key}` describes the key"
         )
     return Problem(key, value, reason, fix, about=descriptions.get(plain_key))
+
+
+YAML_1_1_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+"""Words that YAML 1.2 reads as text, and YAML 1.1 as true or false."""
+
+
+def meant_boolean(value: Any) -> str | None:
+    """Return `true` or `false` if `value` is a text that YAML 1.1 would have read as that, otherwise None."""
+    return YAML_1_1_BOOLEANS.get(value.lower()) if isinstance(value, str) else None
+
+
+def _no_boolean(value: Any, key: str) -> tuple[str, str]:
+    meant = meant_boolean(value)
+    if meant is None:
+        return (
+            "must be true or false",
+            f"write true or false; `qarl train --help {key}` describes it",
+        )
+    return f"must be true or false; {value} is a text in YAML 1.2", f"write {meant}"
 
 
 def _unknown(key: str, known: Mapping[str, str]) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from yaml.constructor import ConstructorError
 
-from qarl.config.errors import NOT_GIVEN, ConfigError, Problem, nearest
+from qarl.config.errors import NO_KEY, NOT_GIVEN, ConfigError, Problem, nearest
 
 COMMAND_LINE = "command line"
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
@@ -113,7 +113,7 @@ def _read_file(path: Path, raw: RawConfig) -> None:
             content = "is a list" if isinstance(root, yaml.SequenceNode) else "is text"
             reason = f"the file has no keys and values: it {content if root else 'is empty'}"
             fix = "write keys and values, one `key: value` per line"
-            raw.problems.append(Problem(str(path), NOT_GIVEN, reason, fix))
+            raw.problems.append(Problem(str(path), NO_KEY, reason, fix))
     except UnicodeDecodeError as error:
         reason = f"the file is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
         fix = "give a YAML file, saved as UTF-8"
@@ -128,7 +128,7 @@ def _read_file(path: Path, raw: RawConfig) -> None:
         if "'\\t'" in str(error):
             fix = "indent it with spaces, because YAML does not allow tabs there"
         key = f"{path}:{mark.line + 1 if mark else 1}"
-        raw.problems.append(Problem(key, NOT_GIVEN, f"not valid YAML: {explain(error)}", fix))
+        raw.problems.append(Problem(key, NO_KEY, f"not valid YAML: {explain(error)}", fix))
 
 
 def _mapping(
@@ -266,7 +266,8 @@ def _no_assignment(argument: str, keys: Collection[str]) -> Problem:
     elif "/" in argument and "=" not in argument:
         reason = "there is no such folder of a run"
         fix = "give the folder of a run, which has a config.yaml, or config=NAME.yaml"
-    return Problem(argument, NOT_GIVEN, reason, fix, COMMAND_LINE)
+    value = NOT_GIVEN if argument in keys else NO_KEY
+    return Problem(argument, value, reason, fix, COMMAND_LINE)
 
 
 def _of_run_folder(argument: str) -> str:
@@ -281,6 +282,8 @@ def _apply_override(key: str, text: str, raw: RawConfig) -> None:
     except yaml.YAMLError as error:
         reason = f"not a YAML value: {explain(error)}"
         fix = f"quote it, inside the shell's quotes too: '{key}=\"...\"'"
+        if text.startswith(("[", "{")):
+            fix = "write [A,B] or {KEY: VALUE}, with a comma between two entries, and all of it in the shell's quotes"
         raw.problems.append(Problem(key, text, reason, fix, COMMAND_LINE))
         return
     *sections, leaf = key.split(".")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from qarl.config.ignored_layers import REGEX_PREFIX
 from qarl.errors import alternatives
@@ -45,7 +45,7 @@ class Sane:
 class OneOf:
     """The values of a text that grow at run time, as in `Annotated[str, OneOf(names)]`.
 
-    A bad value gives the error of a `Literal` with these values.
+    A bad value gives an error with these values.
     """
 
     names: Callable[[], tuple[str, ...]]
@@ -56,7 +56,10 @@ class OneOf:
         if value in names:
             return value
         expected = alternatives([repr(name) for name in names])
-        raise PydanticKnownError("literal_error", {"expected": expected})
+        fix = "write one of these, or name the file that registers a value of your own in plugins=[FILE.py]"
+        raise PydanticCustomError(
+            "name", "Input should be {expected}", {"expected": expected, "fix": fix}
+        )
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self.check)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from qarl.config.errors import meant_boolean
 from qarl.errors import UserError, alternatives
 
 KEY = "data.apply_chat_template_kwargs"
@@ -19,7 +20,8 @@ _WORD = re.compile(r"\w+")
 
 
 def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
-    """Raise UserError if the tokenizer's chat template does not have one of `variables`, or QaRL sets it itself."""
+    """Raise UserError if the tokenizer's chat template does not have one of `variables`, if QaRL sets it itself, or if
+    its value is a word for true or false, which a template would take for any text."""
     template = getattr(tokenizer, "chat_template", None)
     if not variables or template is None:
         return
@@ -41,6 +43,15 @@ def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
             why="the variable would have no effect",
             fix=f"leave it out, or take a name from the chat template of model.path{advice}",
         )
+    for name, value in variables.items():
+        if meant := meant_boolean(value):
+            raise UserError(
+                f"{name} is the text {value!r}, and not {meant}",
+                where=KEY,
+                why="the config is YAML 1.2, in which only true and false are truth values, "
+                "and a template takes every text for true",
+                fix=f"write {name}: {meant}",
+            )
 
 
 def _words(template: str | Mapping[str, str]) -> set[str]:

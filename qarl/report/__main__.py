@@ -2,7 +2,8 @@
 
 usage: qarl report runs/NAME [runs/NAME ...] [together=FILE.html]
 
-With together=FILE.html it writes only that page, with the curves of all runs in the same charts.
+With together=FILE.html it writes only that page, with the curves of all runs in the same charts. Of what has this name
+it replaces only an earlier page of that kind.
 `python -m qarl.report` is the same command.
 
 exit codes:
@@ -43,8 +44,10 @@ def _main(argv: list[str]) -> int:
             fix=fix,
         )
     from qarl.report.damage import damage
-    from qarl.report.page import write_comparison, write_report
+    from qarl.report.page import check_comparison, write_comparison, write_report
 
+    for page in pages:
+        check_comparison(Path(page))
     for text in [text for run in runs for text in damage(run)]:
         note(text)
     for path in [write_comparison(runs, pages[0])] if pages else map(write_report, runs):

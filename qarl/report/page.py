@@ -19,6 +19,7 @@ import hashlib
 import html
 import json
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -28,7 +29,13 @@ from typing import Any
 
 import yaml
 
-from qarl.checkpoint.storage import METRICS_FILE, SUMMARY_FILE, read_lines, write_text
+from qarl.checkpoint.storage import (
+    METRICS_FILE,
+    SUMMARY_FILE,
+    holds_a_run,
+    read_lines,
+    write_text,
+)
 from qarl.config import Config
 from qarl.console import say
 from qarl.errors import UserError, in_one_line
@@ -78,6 +85,34 @@ def write_comparison(run_dirs: Sequence[str | Path], path: str | Path) -> Path:
     return path
 
 
+def check_comparison(path: Path) -> None:
+    """Raise UserError if a comparison at `path` would replace anything but an earlier comparison."""
+    run_dir = path.absolute().parent
+    why = None
+    if path.name == REPORT_FILE and holds_a_run(run_dir):
+        why = f"{run_dir.name} is the folder of a run, whose own report has this name"
+    elif path.is_dir():
+        why = "it is a folder"
+    elif path.exists() and not _is_comparison(path):
+        why = "there is a file of this name, and it is no page that compares runs"
+    if why is not None:
+        raise UserError(
+            f"together={path} would not be a page of its own",
+            where="command line",
+            why=why,
+            fix="choose a different name, such as together=comparison.html",
+        )
+
+
+def _is_comparison(path: Path) -> bool:
+    page = path.read_text(encoding="utf-8", errors="replace")
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    try:
+        return data is not None and "runs" in json.loads(data[1])
+    except ValueError:
+        return False
+
+
 def comparison(run_dirs: Sequence[str | Path], name: str) -> dict[str, Any]:
     """Return what `page.js` draws for several runs, named by their folders. There are no samples and no phases."""
     names = [Path(run_dir).resolve().name for run_dir in run_dirs]
@@ -96,6 +131,7 @@ def comparison(run_dirs: Sequence[str | Path], name: str) -> dict[str, Any]:
     configs = [f"# {run}\n{data['config']}" for run, data in runs.items()]
     return next(iter(runs.values())) | {
         "name": name,
+        "runs": list(runs),
         "step": max(data["step"] for data in runs.values()),
         "total": None,
         "summary": _summary_of_runs(runs),

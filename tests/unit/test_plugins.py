@@ -140,3 +140,17 @@ def test_a_plugin_may_import_torch_before_the_threads_are_limited(tmp_path):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"
+
+
+def test_a_plugin_that_ends_the_program(tmp_path):
+    """A script that somebody names as a plugin: its exit code, 0 perhaps, would be that of the run."""
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(UserError, match="ends the program when it is imported") as error:
+        load_config(["config=run.yaml", "plugins=[script.py]"])
+    assert "sys.exit(0)" in error.value.why and "script.py, line 2" in error.value.why
+
+
+def test_a_name_without_its_plugin():
+    for key in ("actor.loss", "optim.name", "quant.scheme"):
+        with pytest.raises(UserError, match=r"plugins=\[FILE.py\]"):
+            load_config(["config=run.yaml", f"{key}=mine"])

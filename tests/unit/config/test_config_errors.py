@@ -76,6 +76,36 @@ def test_the_folder_of_a_run_stands_for_its_config(folder: Path) -> None:
     assert problem_of("runs/empty", "config=minimal.yaml").key == "runs/empty"
 
 
+def test_a_problem_of_a_file_or_an_argument_has_no_value(folder: Path) -> None:
+    """Only a key can be "not given"."""
+    for text in ("data:\n\ttrain_files: a\n", "- a\n"):
+        assert "not given" not in str(file_problem(text))
+    assert "not given" not in str(problem_of("runs/nowhere"))
+    assert "not given" in str(problem_of("dry_run"))
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"), [("no", "false"), ("On", "true"), ("YES", "true"), ("off", "false")]
+)
+def test_words_that_an_older_yaml_takes_for_booleans(folder: Path, word: str, meant: str) -> None:
+    problem = override_problem(f"data.shuffle={word}")
+    assert problem.reason == f"must be true or false; {word} is a text in YAML 1.2"
+    assert problem.fix == f"write {meant}"
+
+
+def test_other_values_in_place_of_booleans(folder: Path) -> None:
+    for value in ("1", "maybe", "[]"):
+        problem = override_problem(f"data.shuffle={value}")
+        assert problem.reason == "must be true or false"
+        assert problem.fix.startswith("write true or false")
+
+
+@pytest.mark.parametrize("value", ["['a' 'b']", "[a, b", "{a: 1"])
+def test_a_list_with_a_slip_is_not_told_to_be_a_text(folder: Path, value: str) -> None:
+    assert "a comma between two entries" in override_problem(f"data.train_files={value}").fix
+    assert "inside the shell's quotes too" in override_problem("name=@a").fix
+
+
 def test_duplicate_override(folder: Path) -> None:
     problem = override_problem("seed=1", "seed=2")
     assert (problem.key, problem.value) == ("seed", "2")

@@ -239,6 +239,32 @@ def test_two_runs_on_one_page(
     assert data.read_text() == "{}"
 
 
+def test_a_comparison_replaces_nothing_but_a_comparison(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a run's own report, whether it is there or will be written, nor any other page or folder."""
+    own = write_report(run)
+    bare = make_run(tmp_path / "bare", 3)
+    page = tmp_path / "notes.html"
+    page.write_text("<h1>Notes</h1>")
+    (tmp_path / "folder.html").mkdir()
+    kept = own.read_text(encoding="utf-8")
+    for taken, why in (
+        (own, "own report has this name"),
+        (bare / "report.html", "own report has this name"),
+        (page, "it is no page that compares runs"),
+        (tmp_path / "folder.html", "it is a folder"),
+    ):
+        assert main([str(run), str(bare), f"together={taken}"]) == 2
+        error = capsys.readouterr().err
+        assert f"together={taken} would not be" in error and why in error and "fix: " in error
+    assert own.read_text(encoding="utf-8") == kept and page.read_text() == "<h1>Notes</h1>"
+    assert not (bare / "report.html").exists()
+    beside = run / "both.html"
+    for _ in range(2):
+        assert main([str(run), str(bare), f"together={beside}"]) == 0
+
+
 def test_a_long_series_keeps_its_spikes() -> None:
     entries = [{"step": step, "x": math.sin(step)} for step in range(50_000)]
     entries[31_415]["x"] = 40.0

@@ -47,6 +47,7 @@ def mismatch_metrics(
       and `k3_kl` in verl
     - `mismatch/ess`: effective sample size of the token weights min(exp(δ), 2), as a fraction of the number of tokens.
       It is called `rollout_is_eff_sample_size` in verl
+    - `mismatch/training_ppl`: mean over responses of the trainer's perplexity
     - `mismatch/ppl_ratio`: mean over responses of the trainer's perplexity divided by the rollout's
     - `mismatch/w_to_50`, ..., `mismatch/w_above_200` (`W_BINS`): histogram of w, the geometric mean of exp(δ) over a
       response (the weight of TBPO before its cap): share of the responses with w up to 0.5, from there to 0.8, ...
@@ -78,13 +79,14 @@ def token_mismatch(
     delta = old - rollout
     pieces = list(zip(old.split(_PIECE), rollout.split(_PIECE), strict=True))
     lengths = lengths[lengths > 0]
-    mean_delta = _mean_delta(delta, lengths)
-    perplexities = (-mean_delta).exp().sum()
+    mean_delta = _means(delta, lengths)
+    perplexities = (-_means(old, lengths)).exp().sum()
+    ratios = (-mean_delta).exp().sum()
     responses = lengths.new_tensor(len(lengths), dtype=torch.float64)
-    of_responses = torch.stack([responses, lengths.sum().double(), perplexities])
+    of_responses = torch.stack([responses, lengths.sum().double(), perplexities, ratios])
     of_tokens = torch.stack([_sums(*piece) for piece in pieces]).sum(0)
     totals = reduce(torch.cat((of_responses, of_tokens, _histogram(mean_delta))))
-    responses, tokens, perplexities, *sums = totals[: -len(W_BINS)].tolist()
+    responses, tokens, perplexities, ratios, *sums = totals[: -len(W_BINS)].tolist()
     if not tokens:
         return {}
     means = _TokenMeans(*(total / tokens for total in sums))
@@ -98,7 +100,8 @@ def token_mismatch(
         "k1": means.surprise,
         "k3": means.k3,
         "ess": means.weight * means.weight / means.weight_square,
-        "ppl_ratio": perplexities / responses,
+        "training_ppl": perplexities / responses,
+        "ppl_ratio": ratios / responses,
         "pearson": covariance / math.sqrt(product) if product > 0 else math.nan,
     }
     metrics = {f"mismatch/{name}": value for name, value in values.items()}
@@ -118,11 +121,11 @@ class _TokenMeans(NamedTuple):
     rollout_probability: float
 
 
-def _mean_delta(delta: Tensor, lengths: Tensor) -> Tensor:
-    """Return the mean δ of each response, FP64. `lengths`: of the responses, all positive."""
+def _means(values: Tensor, lengths: Tensor) -> Tensor:
+    """Return the mean of each response, FP64. `lengths`: of the responses, all positive."""
     if not len(lengths):
         return lengths.double()
-    sums = torch.segment_reduce(delta.double(), "sum", lengths=lengths)
+    sums = torch.segment_reduce(values.double(), "sum", lengths=lengths)
     return sums / lengths
 
 

@@ -1,7 +1,8 @@
 """Find warning signs of a collapse in the metrics of a run.
 
 Before the reward of a collapsing run falls, other metrics often change. The QaRL paper (arXiv 2604.07853) names error
-tokens and rising entropy. arXiv 2605.14220 names a difference between the loss contributions of positive and negative
+tokens and rising entropy. "When Speed Kills Stability" (2025) shows the trainer's perplexity and the gradient norm
+exploding together. arXiv 2605.14220 names a difference between the loss contributions of positive and negative
 samples. Jumps of entropy and gradient norm are well-known signs of a mismatch. `SignFinder` looks for these signs after
 each step, and reports each sign once.
 
@@ -222,6 +223,18 @@ def jumps(*rows: tuple[str, float], recent: int = RECENT) -> Rule:
     return rule
 
 
+def together(*rules: Rule) -> Rule:
+    """Return a rule that finds what all `rules` find in the same steps: since the latest of their first steps."""
+
+    def rule(series: Series) -> Seen:
+        found = [seen for seen in (rule(series) for rule in rules) if seen]
+        if len(found) < len(rules):
+            return None
+        return max(since for since, _ in found), "; ".join(text for _, text in found)
+
+    return rule
+
+
 def trend(name: str, factor: float, *, least: float, deviations: float = DEVIATIONS) -> Rule:
     """Return a rule for a median of the last `TREND` values that is at least `least` and at least `factor` times the
     early median, if the rise exceeds `deviations` times the early spread."""
@@ -338,6 +351,10 @@ SIGNS: dict[str, tuple[Rule, str]] = {
     "grad_norm": (
         jumps(("actor/grad_norm", 5.0)),
         "lower optim.lr; lower actor.grad_clip to the usual norm; narrow actor.neg_seq_clip_ratio_high",
+    ),
+    "perplexity": (
+        together(jumps(("mismatch/training_ppl", 2.0)), jumps(("actor/grad_norm", 2.0))),
+        "look at mismatch/* and error_tokens/*; raise quant.align; lower optim.lr",
     ),
     "update_size": (
         _update_size,

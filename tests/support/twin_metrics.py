@@ -190,6 +190,7 @@ def of_mismatch(config: Any, step: Any) -> dict[str, float | None]:
         "mismatch/k1": -fmean(deltas),
         "mismatch/k3": fmean(math.exp(delta) - delta - 1 for delta in deltas),
         "mismatch/ess": fmean(truncated) ** 2 / fmean(w * w for w in truncated),
+        "mismatch/training_ppl": fmean(math.exp(-fmean(a for a, _ in row)) for row in rows),
         "mismatch/ppl_ratio": fmean(math.exp(-delta) for delta in of_rows),
         "mismatch/pearson": pearson(
             [math.exp(a) for a, _ in tokens], [math.exp(b) for _, b in tokens]

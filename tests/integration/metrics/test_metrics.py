@@ -40,6 +40,7 @@ def test_definitions_are_verls(spread: float) -> None:
     # verl works in FP32 throughout: k3 near 2e-4 is the difference of numbers near 1, good to 1e-7.
     assert ours["mismatch/k1"] == pytest.approx(theirs["kl"], rel=1e-5, abs=1e-7)
     assert ours["mismatch/k3"] == pytest.approx(theirs["k3_kl"], rel=1e-5, abs=2e-8)
+    assert ours["mismatch/training_ppl"] == pytest.approx(theirs["training_ppl"], rel=1e-6)
     assert ours["mismatch/ppl_ratio"] == pytest.approx(theirs["ppl_ratio"], rel=1e-6)
     assert ours["mismatch/ess"] == pytest.approx(weights["rollout_is_eff_sample_size"], rel=1e-6)
     assert ours["mismatch/pearson"] == pytest.approx(
@@ -83,6 +84,8 @@ def in_float64(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> 
     all_deltas = np.where(chosen, (old - rollout).numpy().astype(np.float64), 0.0)
     delta, weights = all_deltas[chosen], np.minimum(np.exp(all_deltas[chosen]), 2.0)
     of_responses = (all_deltas.sum(1) / chosen.sum(1).clip(1))[chosen.any(1)]
+    trainer = np.where(chosen, old.numpy().astype(np.float64), 0.0)
+    of_trainer = (trainer.sum(1) / chosen.sum(1).clip(1))[chosen.any(1)]
     shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999, "max": 1.0}
     edges = [-np.inf, 0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2, np.inf]
     counts, _ = np.histogram(np.exp(of_responses), edges)
@@ -104,6 +107,7 @@ def in_float64(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> 
         "mismatch/k1": -delta.mean(),
         "mismatch/k3": (np.expm1(delta) - delta).mean(),
         "mismatch/ess": weights.mean() ** 2 / (weights**2).mean(),
+        "mismatch/training_ppl": np.exp(-of_trainer).mean(),
         "mismatch/ppl_ratio": np.exp(-of_responses).mean(),
         "mismatch/pearson": np.corrcoef(p, q)[0, 1],
         **{

@@ -36,6 +36,7 @@ def healthy(step: int, rng: random.Random) -> Metrics:
         "actor/grad_norm": 0.3 * math.exp(rng.gauss(0, 0.35)),
         "actor/update_size": update,
         "actor/ratio_size": update,
+        "mismatch/training_ppl": 1.06 * math.exp(rng.gauss(0, 0.02)),
         "mismatch/abs_p999": 0.4 * math.exp(rng.gauss(0, 0.25)),
         "mismatch/k3": 8e-3 * math.exp(rng.gauss(0, 0.5)),
         **contributions,
@@ -86,6 +87,16 @@ def skewed(now: int, metrics: Metrics) -> None:
         metrics["actor/rollout_zero_centred_loss_neg"] -= 1e-2
 
 
+def exploding(now: int, metrics: Metrics) -> None:
+    """The perplexity explodes together with a quiet gradient norm, which stays below the limit of its own sign."""
+    metrics["mismatch/training_ppl"] *= 3 if now >= 50 else 1
+    quiet_norm(now, metrics)
+
+
+def quiet_norm(now: int, metrics: Metrics) -> None:
+    metrics["actor/grad_norm"] = 1.2 if now >= 50 else 0.3
+
+
 def equal(now: int, metrics: Metrics) -> None:
     metrics["actor/zero_advantage_frac"] = 1.0 if now >= 50 else 0.5
 
@@ -95,6 +106,7 @@ CASES: dict[str, tuple[str, Callable[[int, Metrics], None], int, int]] = {
     "entropy triples": ("entropy", after(50, "rollout/entropy", 3), 50, 53),
     "entropy falls to a fifth": ("entropy", after(50, "rollout/entropy", 0.2), 50, 53),
     "gradient norm times 8": ("grad_norm", after(50, "actor/grad_norm", 8), 50, 53),
+    "perplexity and gradient norm explode": ("perplexity", exploding, 50, 53),
     "updates ten times as large": ("update_size", after(50, "actor/update_size", 10), 50, 55),
     "updates grow 6% a step": ("update_size", growing("actor/update_size", 1.06), 30, 75),
     "ratios ten times as large as updates": (
@@ -124,6 +136,13 @@ def test_each_sign_is_found_once_and_soon(
     assert first <= warning.step <= last
     assert first - 1 <= warning.since_step <= warning.step
     assert warning.remedy == SIGNS[sign][1]
+
+
+@pytest.mark.parametrize("change", [after(50, "mismatch/training_ppl", 4), quiet_norm])
+def test_one_of_perplexity_and_gradient_norm_is_not_both(
+    change: Callable[[int, Metrics], None],
+) -> None:
+    assert find(a_run(change)) == []
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -227,6 +227,18 @@ def test_the_same_conversation(tokenizer: Any, name: str, kind: type) -> None:
     assert name != "a call cut in the middle" or len(trained) < len(sampled)
 
 
+@pytest.mark.parametrize(("missing", "reason"), [(0, "stop"), (1, "length")])
+def test_a_turn_that_ends_at_the_limit_was_not_cut(
+    tokenizer: Any, missing: int, reason: str
+) -> None:
+    """The answer with the end of its turn has the limit's tokens, or one more."""
+    whole = [*tokenizer("51", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    shape = Shape(["51"], 1, response=len(whole) - missing)
+    output, _ = held(EnvironmentAgentLoop, tokenizer, shape)
+    assert output.response_ids == whole[: shape.response]
+    assert output.extra_fields["finish_reason"] == reason
+
+
 def test_the_same_rewards_and_returns_of_a_group(tokenizer: Any) -> None:
     """All shapes as the responses to one prompt. Every token of the model has its response's advantage, no other."""
     groups = []

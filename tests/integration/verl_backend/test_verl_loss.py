@@ -146,6 +146,25 @@ def test_statistics_of_a_step_are_those_of_all_its_tokens(monkeypatch):
     assert all(metrics[name] == pytest.approx(value, rel=1e-6) for name, value in expected.items())
 
 
+def test_the_text_of_a_step_is_that_of_all_ranks(monkeypatch):
+    """Two ranks have half of the rows each, and the first one gathers."""
+    mask = ROWS["response_mask"]
+    tokens = torch.randint(0, 2, mask.shape, generator=torch.Generator().manual_seed(0))
+    text = {"responses": tokens, "rollout_log_probs": ROWS["rollout_log_prob"]}
+    text |= {"advantages": ROWS["advantages"][:, None] * mask, "response_mask": mask}
+    first, second = StepStatistics(), StepStatistics()
+    half = len(mask) // 2
+    for rank, rows in ((first, slice(0, half)), (second, slice(half, None))):
+        rank.add_text(TensorDict({name: t[rows] for name, t in text.items()}), vocabulary=30)
+    sent = []
+    monkeypatch.setattr(plugin, "_gather", lambda value, group: sent.append(value))
+    assert second.metrics() == {}
+    monkeypatch.setattr(plugin, "_gather", lambda value, group: [value, *sent])
+    expected = text_metrics([text_statistics(*text.values(), vocabulary=30)])
+    assert first.metrics() == pytest.approx(expected, rel=1e-12)
+    assert expected["rollout/entropy"] != pytest.approx(text_metrics(first.text)["rollout/entropy"])
+
+
 @cache
 def base() -> Any:
     """The two sections that decide the loss, resolved: a copy of verl's whole config takes 0.1 seconds."""

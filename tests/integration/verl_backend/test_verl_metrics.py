@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +95,29 @@ def test_no_row_is_left_over() -> None:
         pattern for pattern, kind in rows().items() if kind_of(pattern.replace("*", "x")) != kind
     ]
     assert hidden == []
+
+
+def test_a_loop_says_why_its_conversations_ended() -> None:
+    """The limit has 4 tokens, and 1 is EOS. Two short ones had no room for a context, and a long one had no turn left;
+    of the other two no loop has said anything."""
+    import torch
+
+    from qarl.verl.response_ends import corrected_metrics
+
+    told = {(5, 1): "length", (6, 1): "length", (5, 6, 7, 8): "max_turns"}
+    rows = [*told, (7, 1), (5, 6, 7, 9)]
+    responses = [torch.tensor(row) for row in rows]
+    metrics = corrected_metrics(
+        [1.0] * 5,
+        responses,
+        [torch.ones_like(row) for row in responses],
+        [3] * 5,
+        SimpleNamespace(max_response_length=4, max_prompt_length=8),
+        {1},
+        [told.get(row) for row in rows],
+    )
+    assert metrics["response_length/clip_ratio"] == 3 / 5
+    assert metrics["response_length_non_aborted/clip_ratio"] == 3 / 5
 
 
 @pytest.mark.vllm

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +114,35 @@ def test_a_checkpoint_keeps_the_counts(runs):
     assert before == after and before["patience"] == 2
     before, after = runs["auto"]["counts"]
     assert before == after == {"clean": 1, "patience": 1}
+
+
+@pytest.mark.parametrize(("mode", "patience"), [("resume_path", 8), ("auto", 2)])
+def test_the_counts_are_those_of_the_checkpoint_that_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, patience: int
+) -> None:
+    """A run may resume from another run's checkpoint, and have one of the same step itself."""
+    pytest.importorskip("verl")
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+    from qarl.verl.trainer import COUNTS, QaRLTrainerSync
+
+    for run, of_run in (("other", 8), ("own", 2)):
+        folder = tmp_path / run / "global_step_3"
+        folder.mkdir(parents=True)
+        (folder / COUNTS).write_text(json.dumps({"clean": 1, "patience": of_run}))
+    monkeypatch.setattr(PPOTrainerSync, "_load_checkpoint", lambda self: 3)
+    trainer: Any = object.__new__(QaRLTrainerSync)
+    trainer.global_steps = 3
+    section = {
+        "resume_mode": mode,
+        "resume_from_path": str(tmp_path / "other" / "global_step_3"),
+        "default_local_dir": str(tmp_path / "own"),
+    }
+    actor = {"fsdp_config": {"quant": {"old_log_probs": "auto"}}}
+    trainer.config = OmegaConf.create({"trainer": section, "actor_rollout_ref": {"actor": actor}})
+    assert trainer._load_checkpoint() == 3
+    assert trainer._schedule.skipping.patience == patience
 
 
 def test_the_entropy_is_that_of_the_pass_or_of_the_sampled_rows(runs):

@@ -23,6 +23,7 @@ from qarl.align.router import (
 )
 from qarl.kernels.cpu import layer_ops
 from qarl.quant import QuantExperts, packed_state_dict, quantize_model
+from qarl.step.routing import RoutingReplay
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
 
@@ -171,6 +172,17 @@ def test_layers_without_experts_have_their_places(tmp_path: Path, folder: Path) 
     assert own.shape == (40, 2, TOP_K) and (own[:, 0] == -1).all() and (own[:, 1] >= 0).all()
     with torch.no_grad(), replayed_routing(model, own):
         model(input_ids=tokens())
+    # An engine returns zeros for a dense layer, and nothing for its last token.
+    engine = own.clamp(min=0)
+    engine[-1] = 0
+    replay = RoutingReplay()
+    with torch.no_grad():
+        replay.begin(model, engine)
+        model(input_ids=tokens())
+        compared = replay.end()
+        replay.stop()
+    assert compared is not None and not compared.other.any()
+    assert compared.known.tolist() == [True] * 39 + [False]
 
 
 def test_tokens_that_differ() -> None:

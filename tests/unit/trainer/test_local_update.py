@@ -181,6 +181,19 @@ def test_every_response_is_asked_for_with_a_seed_and_evaluations_are_greedy(aski
     assert held_out == [[5, 6], [5, 7]] and greedy.temperature == 0.0
 
 
+def test_each_batch_of_a_filtered_step_has_seeds_of_its_own(asking, tmp_path):
+    """Every group is equal, so two batches are sampled. The first has the seeds of a step without the filter."""
+    asking.parts.sampler = iter([[0, 1]] * 3)
+    asking.rollout()
+    filtered = ("filter_groups.enable=true", "filter_groups.max_num_gen_batches=2")
+    sizes = ("rollout.n=2", "data.train_batch_size=2", "actor.ppo_mini_batch_size=2")
+    asking.config = config(tmp_path, *filtered, *sizes, "actor.ppo_micro_batch_size_per_gpu=4")
+    assert asking.rollout()[1]["filter_groups/num_gen_batches"] == 2
+    plain, first, second = (seeds for _, _, seeds in asking.asked)
+    assert first == plain
+    assert len({*first, *second}) == 8
+
+
 @pytest.mark.parametrize(
     ("keys", "text"), [((), "x"), (("reward.keep_special_tokens=true",), "x<end>")]
 )

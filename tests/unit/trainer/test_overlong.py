@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from qarl.config import ConfigError, load_config
 from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.batch import make_batch
+from qarl.trainer.group_filter import Scored
+from qarl.trainer.local import LocalTrainer
 from qarl.trainer.overlong import mask_truncated, overlong_penalties, penalty_metrics
+from qarl.turns.conversation import Conversation, Span
 
 
 def test_the_punishment_falls_over_the_buffer() -> None:
@@ -69,6 +75,26 @@ def test_the_punishment_is_that_of_verls_manager() -> None:
     theirs = manager(data).sum(1)
     ours = 1.0 + overlong_penalties(lengths, limit=limit, buffer=6, factor=0.7)
     assert theirs.tolist() == pytest.approx(ours.tolist(), abs=1e-6)
+
+
+def test_the_tokens_of_an_environment_count_for_the_punishment() -> None:
+    """The limit is one of the whole conversation. Two of 18 tokens are two beyond the start of the buffer, however many
+    of these the model sampled; 12 are not."""
+    keys = ("data.max_response_length=20", "reward.overlong_buffer_len=4")
+    settings = load_config(["config=quickstart.yaml", *keys, "reward.overlong_penalty_factor=0.5"])
+    shapes = ([Span(0, 2), Span(16, 18)], [Span(0, 18)], [Span(0, 1), Span(11, 12)])
+    conversations = [
+        Conversation([5], response_token_ids=[7] * turns[-1].end, turns=turns) for turns in shapes
+    ]
+    tokens = [conversation.response_token_ids for conversation in conversations]
+    rollout = RolloutBatch(
+        [[5]] * 3, tokens, [[-1.0] * len(row) for row in tokens], ["stop"] * 3, 0,
+        conversations=conversations,
+    )  # fmt: skip
+    trainer: Any = SimpleNamespace(config=settings)
+    rewards, metrics = LocalTrainer.shaped(trainer, Scored([], rollout, torch.ones(3)))
+    assert rewards.tolist() == [0.75, 0.75, 1.0]
+    assert metrics["overlong/penalty_frac"] == pytest.approx(2 / 3)
 
 
 def test_truncated_responses_leave_the_loss_and_stay_in_their_group() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,12 @@ from transformers import AutoModelForCausalLM
 from qarl.align.router import recorded_routing
 from qarl.config import load_config
 from qarl.config.level import Level
+from qarl.metrics.phase_timer import PhaseTimer
 from qarl.quant import get_scheme
+from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.local import LocalTrainer
 from qarl.trainer.mismatch_watch import watch
 from qarl.trainer.policy import Policy
 
@@ -95,6 +100,38 @@ def test_off_counts_and_does_not_follow(folder):
     batch = batch_of(shifted(own_routing(policy)))
     assert torch.equal(log_probs(policy, batch), log_probs(policy, batch_of(None)))
     assert batch.other_experts is not None and batch.other_experts.any()
+
+
+def test_the_routers_of_the_reference_are_not_counted(folder, tmp_path):
+    """The policy's routers choose as the rollout's did. Those of a reference with other weights do not."""
+    policy, reference = make_policy(folder), make_policy(folder)
+    with torch.no_grad():
+        for layer in reference.model.model.layers:
+            layer.mlp.gate.weight.neg_()
+    keys = ("actor.use_kl_loss=true", "actor.loss=grpo", "trainer.report=false")
+    settings = load_config(["config=quickstart.yaml", *keys, f"output_dir={tmp_path}"])
+    routing = own_routing(policy)
+    other = batch_of(routing)
+    reference.batch_log_probs(other, settings)
+    assert other.other_experts is not None and other.other_experts.any()
+    trainer: Any = object.__new__(LocalTrainer)
+    trainer.config, trainer.policy, trainer.reference = settings, policy, reference
+    trainer.timer, trainer.step, trainer.updated, trainer.tokenizer = PhaseTimer(), 0, True, None
+    trainer.engine = SimpleNamespace(rebuilds=0)
+    trainer.source = SimpleNamespace(
+        begin=lambda batch, seed: policy.batch_log_probs(batch, settings),
+        confirm_or_recompute=None,
+        mismatch=lambda batch: {},
+        metrics=dict,
+        messages=[],
+        measured=None,
+    )
+    batch = batch_of(routing)
+    trainer.rollout = lambda: (batch, {"rollout/preemptions": 0.0})
+    trainer.update = lambda *_: {}
+    trainer.publish = lambda: PublishReport(0, 1, 1, 0, 0, {})
+    assert trainer.train_step()["mismatch/other_experts_frac"] == 0.0
+    assert batch.reference_log_probs is not None and batch.reference_log_probs.any()
 
 
 def test_rows_that_were_not_computed_are_not_counted(folder):

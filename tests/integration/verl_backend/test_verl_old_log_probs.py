@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def column(run: dict[str, Any], name: str) -> list[float | None]:
     return [step.get(name) for step in run["metrics"]]
+
+
+class Rows:
+    """Rows in verl's form, whose keys are their numbers. The last of 16 is padding."""
+
+    partition_id = "train"
+
+    def __init__(self, keys: Sequence[int]) -> None:
+        self.keys = [*keys]
+        self.tags = [{"is_padding": True} if key == 15 else {} for key in keys]
+        self.extra_info: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def select_keys(self, keys: Sequence[int]) -> Rows:
+        return Rows(keys)
 
 
 PASSES = {
@@ -114,6 +133,59 @@ def test_a_checkpoint_keeps_the_counts(runs):
     assert before == after and before["patience"] == 2
     before, after = runs["auto"]["counts"]
     assert before == after == {"clean": 1, "patience": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fraction", "others", "count"),
+    [
+        # Two ranks with eight rows each, of which the first two are in the first mini-batch; row 15 is padding.
+        ({}, 0.25, [2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14], 4),
+        ({"shuffle": True}, 0.25, [*range(15)], 4),
+        ({"ulysses_sequence_parallel_size": 2}, 0.25, [*range(4, 15)], 3),
+        ({}, 1.0, [2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14], 10),
+    ],
+)
+def test_the_rows_that_two_ranks_check(
+    changes: dict[str, Any], fraction: float, others: list[int], count: int
+) -> None:
+    """A quarter of eleven rows are three, and each rank gets as many as the other."""
+    pytest.importorskip("verl")
+    from omegaconf import OmegaConf
+
+    from qarl.verl.trainer import QaRLTrainerSync
+
+    quant = {"old_log_probs": "auto", "old_log_probs_sample": fraction}
+    actor = {"ppo_mini_batch_size": 2, "fsdp_config": {"quant": quant}, **changes}
+    rollout = {"n": 2, "temperature": 0.7, "log_prob_micro_batch_size_per_gpu": 4}
+    trainer: Any = object.__new__(QaRLTrainerSync)
+    trainer.config = OmegaConf.create(
+        {
+            "trainer": {"nnodes": 1, "n_gpus_per_node": 2},
+            "actor_rollout_ref": {"actor": actor, "rollout": rollout},
+            "data": {"seed": 3},
+        }
+    )
+    seen: list[Any] = []
+    trainer.actor_rollout_wg = SimpleNamespace(compute_log_prob=seen.append)
+    trainer._entropy = lambda sample: 1.5
+    trainer._differing = lambda sample, own: 0
+    drawn = []
+    for step in (1, 2):
+        trainer.global_steps = step
+        metrics = {"old_log_probs/checked_frac": 0.25}
+        assert not trainer._sample_differs(Rows(range(16)), metrics)
+        sample = seen.pop()
+        assert len(sample.keys) == len({*sample.keys}) == count
+        assert {*sample.keys} <= {*others}
+        ranks = 2 // changes.get("ulysses_sequence_parallel_size", 1)
+        assert count // ranks % sample.extra_info["micro_batch_size_per_gpu"] == 0
+        assert sample.extra_info["temperature"] == 0.7
+        assert metrics["old_log_probs/checked_frac"] == 0.25 + count / 16
+        assert metrics["old_log_probs/find_prob"] == count / len(others)
+        assert metrics["actor/entropy"] == 1.5
+        drawn.append(sample.keys)
+    assert drawn[0] != drawn[1] or fraction == 1.0
+    assert trainer._other_rows(Rows(range(16))) == others
 
 
 @pytest.mark.parametrize(("mode", "patience"), [("resume_path", 8), ("auto", 2)])

@@ -100,7 +100,8 @@ def worktree(checkout: Path, revision: str, folder: Path) -> Iterator[Path]:
     )
     if completed.returncode:
         why = completed.stderr.strip().rpartition("\n")[2]
-        raise UserError(f"git cannot check out {revision!r}", where=str(checkout), why=why)
+        fix = "give a branch, a tag or a commit of this repository; `git branch --all` and `git tag` list them"
+        raise UserError(f"git cannot check out {revision!r}", where=str(checkout), why=why, fix=fix)
     try:
         yield folder
     finally:

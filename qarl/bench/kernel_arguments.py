@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -10,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from qarl.bench.arguments import Device, device_of
 from qarl.bench.model import LINEARS, find_model, linear_shapes
-from qarl.config.command_arguments import Commas, OutputFile, read_request
+from qarl.config.command_arguments import Commas, read_request, writes_json
 from qarl.errors import UserError
 from qarl.schemes import engine_scheme_names
 
@@ -52,7 +53,7 @@ class Arguments:
     seconds: PositiveFloat = 0.2
     rounds: PositiveInt = 7
     threads: PositiveInt = 1
-    json: OutputFile | None = None
+    json: Annotated[Path, writes_json("ceilings", "results")] | None = None
 
     @classmethod
     def parse(cls, part: str, words: Sequence[str]) -> Arguments:

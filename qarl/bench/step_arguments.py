@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -11,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from qarl.bench.arguments import Device, Schemes, check_divides, device_of
 from qarl.bench.model import Source, find_model
-from qarl.config.command_arguments import Commas, OutputFile, read_request
+from qarl.config.command_arguments import Commas, read_request, writes_json
 from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.schemes import engine_scheme_names, get_scheme
@@ -72,7 +73,7 @@ class Arguments:
     warmup: PositiveInt = 2
     threads: PositiveInt = 1
     gpu_memory_utilization: PositiveFloat = 0.5
-    json: OutputFile | None = None
+    json: Annotated[Path, writes_json("workload", "results")] | None = None
 
     @classmethod
     def parse(cls, part: str, words: Sequence[str]) -> Arguments:

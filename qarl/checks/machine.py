@@ -8,14 +8,14 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pydantic
 import torch
 from pydantic import PositiveFloat
 
 from qarl.config import Config
-from qarl.config.command_arguments import OutputFile
+from qarl.config.command_arguments import writes_json
 from qarl.errors import UserError
 from qarl.process import cpu_fields, runs_on_cpu, vllm_missing, vllm_unusable
 from qarl.schemes import Cpu, Scheme, get_scheme
@@ -77,7 +77,7 @@ class DoctorOptions:
     device: Literal["cuda", *GPUS] | None = None  # type: ignore[valid-type]  # names that are not written out
     gpu_memory_gib: PositiveFloat | None = None
     gpu_capability: PositiveFloat | None = None
-    json: OutputFile | None = None
+    json: Annotated[Path, writes_json("exit_code", "findings")] | None = None
 
 
 def find_machine(options: DoctorOptions, backend: str = "local") -> Machine:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import fields
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ValidationError
 
@@ -21,17 +23,34 @@ Commas = BeforeValidator(lambda value: value.split(",") if isinstance(value, str
 """Beside the type of a key: its values are separated by commas."""
 
 
-def _writable(path: Path) -> Path:
+def writes_json(*keys: str) -> AfterValidator:
+    """Beside `Path`, the type of a key that names a JSON file to write, whose object has `keys`. What cannot be written
+    is refused before any work, and so is a file that would be lost, because it is no earlier file of this kind."""
+    return AfterValidator(partial(_writable, keys=frozenset(keys)))
+
+
+def _writable(path: Path, *, keys: frozenset[str]) -> Path:
     if path.is_dir():
         raise ValueError("it is a folder, but names the file to write")
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no ordinary file")
+    if path.is_file() and path.stat().st_size and not _has_keys(path, keys):
+        raise ValueError(
+            "a file of this name exists, and this command did not write it; move it away, or name another one"
+        )
     folder = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"{folder} is no folder in which files can be written")
     return path
 
 
-OutputFile = Annotated[Path, AfterValidator(_writable)]
-"""The type of a key that names a file to write. A path that cannot be written is refused before any work."""
+def _has_keys(path: Path, keys: frozenset[str]) -> bool:
+    """Return whether the file is a JSON object with `keys`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and keys <= content.keys()
 
 
 def read_request(

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from qarl.checkpoint.export_folder import step_of
 from qarl.checkpoint.storage import EXPORT, SUMMARY_FILE
 from qarl.config import Config, load_config
-from qarl.config.command_arguments import OutputFile
+from qarl.config.command_arguments import writes_json
 from qarl.config.lora import FOLDER
 from qarl.console import note
 from qarl.errors import UserError
@@ -60,7 +60,7 @@ class EvalRequest:
     max_response_length: _Count | None = None
     limit: _Count | None = None
     seed: int = 0
-    output: OutputFile | None = None
+    output: Annotated[Path, writes_json("samples", "scores")] | None = None
     keep_special_tokens: bool = False
     apply_chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_parsed)] = None
     trust_remote_code: bool = False

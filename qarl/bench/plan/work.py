@@ -12,7 +12,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from qarl.bench.arguments import Schemes
 from qarl.bench.plan.devices import SHEETS
-from qarl.config.command_arguments import Commas, OutputFile, read_request
+from qarl.config.command_arguments import Commas, read_request, writes_json
 from qarl.config.level import Level
 from qarl.config.optimizers import optimizer_names
 from qarl.config.types import OneOf
@@ -57,7 +57,7 @@ class Work:
     optimizer: Annotated[str, OneOf(optimizer_names)] = "adamw"
     lora_r: NonNegativeInt = 0
     constant: NonNegativeFloat = 5.0
-    json: OutputFile | None = None
+    json: Annotated[Path, writes_json("rates", "results")] | None = None
 
     @classmethod
     def parse(cls, part: str, words: Sequence[str]) -> Work:

@@ -116,7 +116,7 @@ def test_a_failed_run_has_no_figure_and_leaves_no_worktree(checkout: Path) -> No
         (["pairs=2"], "revision is missing"),
         (["HEAD", "steps=1"], "equal to 2"),
         (["HEAD", "pair=1"], "pairs"),
-        (["nowhere"], "cannot check out 'nowhere'"),
+        (["nowhere"], "fix: give a branch, a tag or a commit"),
         (["HEAD", "config=nowhere.yaml"], "no config 'nowhere.yaml'"),
     ],
 )

@@ -66,7 +66,10 @@ def _message(value: Any) -> Message:
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError("a message has the texts role and content")
     if role == "assistant":
-        raise ValueError("a message has the role assistant, which is the model's")
+        raise ValueError(
+            "a message has the role assistant, which is the model's; a reply is only what comes after the turn, "
+            "without the conversation so far"
+        )
     return dict(value)
 
 

@@ -42,7 +42,7 @@ def test_forms(result: Any, reply: Reply) -> None:
         ({"reply": "42", "rewards": 1}, "this has reply, rewards"),
         ({"role": "tool"}, "role and content"),
         ({"role": "tool", "content": 42}, "role and content"),
-        ({"role": "assistant", "content": "42"}, "the model's"),
+        ({"role": "assistant", "content": "42"}, "only what comes after the turn"),
         ({"reply": {"reply": "42"}}, "role and content"),
     ],
 )

@@ -12,14 +12,12 @@ Its metrics are read from verl's log (`qarl.verl.followed_log`).
 from __future__ import annotations
 
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from qarl.checkpoint.read_weights import whole_and_torn
@@ -38,7 +36,6 @@ from qarl.checks.room import check_run_room
 from qarl.config import Config, write_resolved
 from qarl.console import say, stage
 from qarl.errors import UserError, in_one_line
-from qarl.hangup import hang_up, signals_that_stop
 from qarl.metrics.tracker import read_metrics, write_versions
 from qarl.metrics.validation import MEAN
 from qarl.process import runs_on_cpu
@@ -48,6 +45,7 @@ from qarl.verl.config import hf_config_of, verl_keys
 from qarl.verl.environment import set_environment
 from qarl.verl.failures import as_user_error, what_resumes
 from qarl.verl.followed_log import MetricsFollower
+from qarl.verl.interrupts import AfterStart, answered_interrupt
 from qarl.verl.keys import FILES
 from qarl.verl.resume import open_verl_run
 
@@ -103,8 +101,8 @@ def _run(config: Config, resolved: Any, start: float, start_step: int) -> dict[s
         config, Path(os.environ["VERL_FILE_LOGGER_PATH"]), start, start_step=start_step
     ) as follower:
         try:
-            with answered_interrupt(lambda: what_resumes(checkpoints)):
-                run_ppo(resolved, task_runner_class=TaskRunner)
+            with answered_interrupt(lambda: what_resumes(checkpoints)) as answer_again:
+                run_ppo(resolved, task_runner_class=AfterStart(TaskRunner, answer_again))
         except BaseException as error:
             failure = error
         with suppress(Exception):  # here and below: the run's own error is the one to see
@@ -285,43 +283,3 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
         *plan.table(),
         *host,
     ]
-
-
-@contextmanager
-def answered_interrupt(what_resumes: Callable[[], str]) -> Iterator[None]:
-    """Let the first Ctrl-C, SIGTERM or SIGHUP say at once that the run stops and what a repeated command does. Ray
-    needs a while to end.
-
-    verl's step cannot be finished from outside, so KeyboardInterrupt is raised. `ray.init` replaces the handler of
-    SIGTERM by one that raises SystemExit(SIGTERM) (ray/_private/worker.py), which is answered here, too."""
-    previous: dict[int, Any] = {number: signal.getsignal(number) for number in signals_that_stop()}
-
-    def answer() -> None:
-        text = f"\nstopping verl now, in the middle of its step; if you repeat the command, {what_resumes()}\n"
-        with suppress(OSError):  # not print, because the signal may have interrupted a print
-            os.write(2, text.encode())
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if (
-            number == signal.SIGHUP
-        ):  # it is often sent twice, and the last files are still to be written
-            del previous[number]
-            signal.signal(number, signal.SIG_IGN)
-            hang_up()
-        else:
-            signal.signal(number, previous[number])
-        answer()
-        raise KeyboardInterrupt
-
-    for number in previous:
-        signal.signal(number, handle)
-    try:
-        yield
-    except SystemExit as ended:
-        if ended.code != signal.SIGTERM:
-            raise
-        answer()
-        raise KeyboardInterrupt from None
-    finally:
-        for number, before in previous.items():
-            signal.signal(number, before)

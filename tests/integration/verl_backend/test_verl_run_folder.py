@@ -27,7 +27,7 @@ from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
 from qarl.verl.config import trainer_keys
 from qarl.verl.followed_log import MetricsFollower, our_names
-from qarl.verl.run import answered_interrupt
+from qarl.verl.interrupts import answered_interrupt
 from qarl.verl.state_record import PARTS, check_record, engine_state
 
 pytest.importorskip("verl")

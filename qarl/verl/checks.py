@@ -16,6 +16,7 @@ from typing import Any
 
 from qarl.config import Config
 from qarl.config.checks import LEAST_TEMPERATURE, one_token_is_left
+from qarl.config.errors import meant_boolean
 from qarl.config.schema import MIN_TEMPERATURE
 from qarl.errors import UserError
 from qarl.verl.added_keys import unread_keys
@@ -56,6 +57,23 @@ def refuse_own(config: Config) -> None:
                 where=f"verl.{key}",
                 why="QaRL would check, resume and measure a different run from the one that verl makes",
                 fix=f"set {OWN_KEYS[own] if own else 'the keys of the section rollout_correction'} instead",
+            )
+
+
+def refuse_words_for_booleans(config: Config, defaults: Any) -> None:
+    """Raise UserError if the section `verl` has a text where verl's `defaults` have true or false, which verl would
+    take for true, whatever it says."""
+    from omegaconf import OmegaConf
+
+    for key, value in config.verl.items():
+        default = OmegaConf.select(defaults, key.removeprefix("+"), throw_on_missing=False)
+        if isinstance(default, bool) and isinstance(value, str):
+            meant = meant_boolean(value)
+            raise UserError(
+                f"verl.{key} is the text {value!r}, and not true or false",
+                where=f"verl.{key}",
+                why="verl would take every text for true",
+                fix=f"write {meant}" if meant else "write true or false",
             )
 
 

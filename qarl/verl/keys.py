@@ -36,6 +36,14 @@ OWN_KEYS = {
     "data.train_files": "data.train_files",
     "data.val_files": "data.val_files",
     "data.apply_chat_template_kwargs": "data.apply_chat_template_kwargs",
+    "data.train_batch_size": "data.train_batch_size",
+    "data.max_prompt_length": "data.max_prompt_length",
+    "data.max_response_length": "data.max_response_length",
+    f"{ROLLOUT}.n": "rollout.n",
+    "trainer.n_gpus_per_node": "trainer.n_gpus_per_node",
+    "trainer.nnodes": "trainer.nnodes",
+    "trainer.test_freq": "trainer.test_freq",
+    "trainer.val_before_train": "trainer.val_before_train",
     "trainer.total_training_steps": "trainer.total_training_steps",
     "trainer.total_epochs": "trainer.total_training_steps",
     "trainer.resume_mode": "trainer.resume_mode",
@@ -48,7 +56,8 @@ OWN_KEYS = {
     "reward.custom_reward_function.name": "reward.function",
 }
 """verl's keys that the section `verl` may not set, nor keys below them, each with QaRL's key to set instead. QaRL reads
-only its own to check model, data and reward, to choose the checkpoint and to decide whether the run is finished."""
+only its own to check model, data, reward and lengths, to estimate memory, to choose the checkpoint, and to decide
+whether the run is finished and what is evaluated."""
 BATCH_KEYS = {
     f"{ACTOR}.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_gpu",

@@ -215,6 +215,7 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
 
     checks.refuse_own(config)
     composed = deepcopy(_verls_defaults(on_cpu))
+    checks.refuse_words_for_booleans(config, composed)
     for key, value in {**verl_keys(config, on_cpu), **with_whole_paths(config.verl)}.items():
         try:
             OmegaConf.update(composed, key.removeprefix("+"), value, force_add=key.startswith("+"))

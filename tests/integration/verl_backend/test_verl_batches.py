@@ -122,7 +122,6 @@ REFERENCE_TOKENS = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
         ({LOG_PROBS: 36}, {}, LOG_PROBS, ["does not divide a rank's 96 responses", "1 ranks"]),
         ({GPUS: 4}, {}, MICRO, [f"{MICRO}=24", "rank's 12 responses", "a divisor of 12"]),
         ({GPUS: 7}, {}, MINI, ["7 ranks the same number", "data.train_batch_size multiples of 7"]),
-        ({}, {f"{ROLLOUT}.n": 5}, MICRO, ["rank's 30 responses", "5 responses each"]),
         ({LOG_PROBS: 36, MICRO: 16}, {VERLS[MINI]: 8}, LOG_PROBS, ["rank's 128 responses"]),
         ({}, KL | {REFERENCE: 7}, f"verl.{REFERENCE}", ["rank's 96 responses"]),
         ({}, {VERLS[MICRO]: "many"}, f"verl.{VERLS[MICRO]}", ["whole number above 0"]),

@@ -163,6 +163,16 @@ def test_what_qarl_can_use_is_not_refused(verl, more):
     assert verl_config(quickstart(verl=verl, **more), on_cpu=True)
 
 
+@pytest.mark.parametrize(
+    ("word", "fix"), [("no", "write false"), ("On", "write true"), ("", "write true or false")]
+)
+def test_a_word_is_no_boolean_of_verl(word, fix):
+    """YAML 1.2 reads `no` as text, and verl asks `if config.trainer.val_only`."""
+    with pytest.raises(UserError, match="and not true or false") as caught:
+        verl_config(quickstart(verl={"trainer.val_only": word}), on_cpu=True)
+    assert caught.value.where == "verl.trainer.val_only" and caught.value.fix == fix
+
+
 @pytest.mark.parametrize("key", OWN_KEYS)
 def test_what_qarl_has_a_key_for_is_not_set_in_the_section_verl(key):
     """What QaRL checked, and the steps by which it tells a finished run, would be those of another run."""

@@ -160,8 +160,7 @@ class RolloutConfig(Section):
 
     environment: FunctionName | None = None
     """Your function that answers a turn of the model, for conversations of several turns, with or without tools:
-    `module:function` or `path/to/file.py:function` (docs/do/turns.md). null: a response is a single turn. Needs
-    backend=local."""
+    `module:function` or `path/to/file.py:function` (docs/do/turns.md). null: a response is a single turn."""
 
     temperature: Annotated[float, Sane(0.1, 2.0)] = Field(default=1.0, ge=MIN_TEMPERATURE)
     """Sampling temperature in training. vLLM raises lower ones to 0.01. At 0 all responses to a prompt would be

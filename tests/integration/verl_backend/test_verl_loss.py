@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import PolicyLossConfig
 
@@ -163,6 +164,16 @@ def test_the_text_of_a_step_is_that_of_all_ranks(monkeypatch):
     expected = text_metrics([text_statistics(*text.values(), vocabulary=30)])
     assert first.metrics() == pytest.approx(expected, rel=1e-12)
     assert expected["rollout/entropy"] != pytest.approx(text_metrics(first.text)["rollout/entropy"])
+
+
+def test_the_lowest_temperature_of_a_batch_decides():
+    """The limit on the mismatch grows as the temperature falls. verl's batches have one for all rows, or one each."""
+    batch = TensorDict({"temperature": torch.tensor([1.0, 0.6, 0.8])}, batch_size=[3])
+    assert plugin.temperature_of(batch) == pytest.approx(0.6)
+    batch = TensorDict({"x": torch.zeros(3)}, batch_size=[3])
+    assert plugin.temperature_of(batch) == 1.0
+    tu.assign_non_tensor(batch, temperature=0.7)
+    assert plugin.temperature_of(batch) == 0.7
 
 
 @cache

@@ -6,7 +6,8 @@ import tempfile
 
 from benchmarks.proofs.harness import QUIET, Record, Row, run_config, timed
 from qarl.diagnose.arguments import CalibrateRequest
-from qarl.diagnose.calibrate import REFERENCE, calibrate
+from qarl.diagnose.calibrate import REFERENCE
+from qarl.diagnose.calibrate import run as calibrate
 
 
 def thresholds(

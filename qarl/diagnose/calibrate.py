@@ -341,7 +341,7 @@ def _ratios(batch: Batch, rows: slice, new: Tensor, old: Tensor, prompts: Tensor
     )
 
 
-def calibrate(config: Config, request: CalibrateRequest) -> dict[str, Any]:
+def run(config: Config, request: CalibrateRequest) -> dict[str, Any]:
     """Sample, compare, print, and write `calibrate.json` to the run directory. Return its content."""
     config = with_keys(config, {"optim.lr_warmup_steps": 0})
     parts = prepare_run(config)

@@ -13,7 +13,7 @@ from objective_cases import run_config
 
 from qarl.config import ConfigError
 from qarl.config.objectives import objective_names
-from qarl.diagnose.arguments import calibrate_request
+from qarl.diagnose.arguments import request_of
 from qarl.diagnose.calibrate import (
     RULES,
     Sampled,
@@ -193,17 +193,17 @@ def test_equal_prompts_have_one_number():
 
 
 def test_the_command_line():
-    request, rest = calibrate_request(
-        ["config=quickstart.yaml", "share=0.1", "quant.align=off", "batches=3"]
+    request, rest = request_of(
+        "calibrate", ["config=quickstart.yaml", "share=0.1", "quant.align=off", "batches=3"]
     )
     assert (request.batches, request.share) == (3, 0.1) and rest == [
         "config=quickstart.yaml",
         "quant.align=off",
     ]
-    assert calibrate_request([])[0].batches == 6
+    assert request_of("calibrate", [])[0].batches == 6
     for word in ("batches=0", "batches=x", "share=0", "share=0.6", "batches="):
         with pytest.raises(UserError, match=r"batches|share|empty"):
-            calibrate_request(["config=quickstart.yaml", word])
+            request_of("calibrate", ["config=quickstart.yaml", word])
 
 
 def test_the_text_has_every_row():

@@ -121,12 +121,19 @@ def check_place(folder: Path) -> None:
 
 
 def check_room(
-    folder: Path, needed_bytes: int, *, largest_file: int = 0, holds: str = "", fix: str = ""
+    folder: Path,
+    needed_bytes: int,
+    *,
+    largest_file: int = 0,
+    least_files: int = 0,
+    holds: str = "",
+    fix: str = "",
 ) -> None:
-    """Raise StorageError if `folder` cannot get `needed_bytes`: the disk has fewer free bytes, or this process may not
-    write its largest file (`ulimit -f`). `folder` need not exist.
+    """Raise StorageError if `folder` cannot get `needed_bytes`: the disk has fewer free bytes, or takes fewer files, or
+    this process may not write its largest file (`ulimit -f`). `folder` need not exist.
 
-    `largest_file`: bytes, at most `needed_bytes`. `holds`: what the bytes are. `fix`: what else the user can do.
+    `largest_file`: bytes, at most `needed_bytes`. `least_files`: number of files. `holds`: what the bytes are. `fix`:
+    what else the user can do.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -136,6 +143,12 @@ def check_room(
             f"it takes {needed_bytes:,} bytes{holds}, but only {free:,} are free on the disk of {existing}",
             f"free some space, or write to a different disk{fix}",
         )
+    if least_files and (files := _files_left(existing)) is not None and files < least_files:
+        raise _no_room(
+            folder,
+            f"the disk of {existing} takes only {files} more files (inodes), whatever their size",
+            f"remove files there, or write to a different disk{fix}",
+        )
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit != resource.RLIM_INFINITY and limit < largest_file:
         raise _no_room(
@@ -143,6 +156,15 @@ def check_room(
             f"its largest file takes {largest_file:,} bytes, but this process may only write files of {limit:,}",
             f"raise the limit: ulimit -f unlimited{fix}",
         )
+
+
+def _files_left(folder: Path) -> int | None:
+    """Return how many more files the disk of `folder` takes, or None if it has no limit."""
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return None
+    return disk.f_favail if disk.f_files else None
 
 
 def _no_room(folder: Path, why: str, fix: str) -> StorageError:
@@ -292,12 +314,17 @@ def _os_error(error: Exception) -> OSError | None:
 
 def _storage_error(folder: Path, error: OSError) -> StorageError:
     fix = "write to another folder or disk"
+    why = error.strerror or str(error)
     if error.errno in _FULL:
         fix = "free some space, or raise the quota or the file size limit"
+        above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if error.errno == errno.ENOSPC and _files_left(above) == 0:
+            why += ": it takes no more files (inodes), whatever their size"
+            fix = "remove files there, or write to another disk"
     elif error.errno in _IN_THE_WAY:
         fix = f"move away or rename what has the name {error.filename2 or error.filename or folder} now"
     what = f"{folder} could not be written"
-    return StorageError(what, why=error.strerror or str(error), fix=fix, number=error.errno)
+    return StorageError(what, why=why, fix=fix, number=error.errno)
 
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:

@@ -8,6 +8,8 @@ and print all findings (`examine`). The doctor adds checks of its own (`qarl.doc
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -300,7 +302,18 @@ def _val_prompts(val_prompts: PromptDataset | list[Any], train_prompts: PromptDa
 
 def _reward(config: Config, reward_fn: Reward, train_prompts: PromptDataset) -> None:
     """Call the function once, on the first prompt with an empty response, to find bugs before the training starts."""
-    score_responses(reward_fn, train_prompts[:1], [""], timeout_s=config.reward.timeout_s)
+    with _rows_of("data.train_files"):
+        score_responses(reward_fn, train_prompts[:1], [""], timeout_s=config.reward.timeout_s)
+
+
+@contextmanager
+def _rows_of(key: str) -> Iterator[None]:
+    """Let an error of the reward function in the `with` block say that its row is one of the files of `key`."""
+    try:
+        yield
+    except UserError as error:
+        where = f"{error.where} of {key}" if error.where else key
+        raise UserError(error.what, where=where, why=error.why, fix=error.fix) from error
 
 
 def _ground_truths(
@@ -316,7 +329,8 @@ def _ground_truths(
         return
     end = time.monotonic() + SECONDS
     for key, prompts in (("data.train_files", train_prompts), ("data.val_files", val_prompts)):
-        judged = judge(reward_fn, prompts, timeout_s=limit, seconds=end - time.monotonic())
+        with _rows_of(key):
+            judged = judge(reward_fn, prompts, timeout_s=limit, seconds=end - time.monotonic())
         if refused := refusal(judged, function, key):
             is_error = function in BUILTIN and key == "data.train_files"
             yield Finding.of(refused, "error" if is_error else "warning")

@@ -1,7 +1,8 @@
 """Whether the disk has room for what a run leaves: its export and, if it saves, one checkpoint.
 
 A run that finds no room at its end has trained for nothing. So this is checked before its weights are loaded, for the
-free bytes of the disk and for the largest file that the process may write (`ulimit -f`). The checkpoints that a run
+free bytes of the disk, the number of files that it takes, and the largest file that the process may write
+(`ulimit -f`). The checkpoints that a run
 keeps beside the newest are the doctor's topic, since a run goes on without them.
 """
 
@@ -22,6 +23,9 @@ REPORT_BYTES = 2 * 2**20
 """Allowance for plots, report and the logs that do not grow with the steps."""
 STEP_BYTES = 8 * 2**10
 """Allowance for the metrics and samples of one step."""
+RUN_FILES = 100
+"""Allowance for the number of files: two checkpoints while one replaces the other, the export, plots and logs are some
+sixty, and a sharded model has more."""
 HEADER_BYTES = 2**20
 """Allowance for the headers of a file of tensors."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
@@ -89,6 +93,7 @@ def check_room_of_files(
         folder,
         sum(parts.values()),
         largest_file=max(export_file if exports else 0, checkpoint_file if saves else 0),
+        least_files=RUN_FILES,
         holds=f" ({holds})",
         fix=", or set output_dir to another disk",
     )

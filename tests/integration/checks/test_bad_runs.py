@@ -211,6 +211,18 @@ def test_training_refuses_rewards_and_the_doctor_says_it(diagnosis: Refusal, nam
     diagnosis("reward.function=rewards.py:score", words=words)
 
 
+@pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
+def test_a_reward_that_fails_names_the_files_of_its_row(diagnosis: Refusal, key: str) -> None:
+    """Both have a row 0."""
+    source = "val" if key == "data.val_files" else "train"
+    for name in ("train", "val"):
+        rows = [row() | {"data_source": name} for _ in range(8)]
+        write_rows(f"{name}.jsonl", rows)
+    code = f"def score(data_source, **_):\n    return 1 / (data_source != {source!r})\n"
+    Path("rewards.py").write_text(code)
+    diagnosis("reward.function=rewards.py:score", words=[f"row 0, data_source '{source}' of {key}"])
+
+
 def test_ground_truths_of_your_own_function_are_only_warned_of(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

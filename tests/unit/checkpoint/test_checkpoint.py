@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -29,7 +31,7 @@ from qarl.checkpoint.resumable import (
     tensor_digest,
     tensors_digest,
 )
-from qarl.checkpoint.storage import StorageError, check_room, recover, whole_folder
+from qarl.checkpoint.storage import StorageError, check_room, recover, whole_folder, write_text
 from qarl.errors import UserError
 
 WEIGHTS = "model.safetensors"
@@ -155,6 +157,33 @@ def test_too_little_room_is_refused_before_anything_is_written(tmp_path):
     ):
         raise AssertionError("not reached")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_takes_no_more_files(tmp_path, monkeypatch):
+    """With bytes enough. "No space left on device" alone would send its owner to look for large files."""
+    disk = os.statvfs(tmp_path)
+    left = SimpleNamespace(
+        f_files=1000, f_favail=60, f_frsize=disk.f_frsize, f_bavail=disk.f_bavail
+    )
+    left.f_blocks, left.f_bfree = disk.f_blocks, disk.f_bfree
+    monkeypatch.setattr(os, "statvfs", lambda path: left)
+    check_room(tmp_path, 10, least_files=60)
+    with pytest.raises(StorageError, match=r"takes only 60 more files \(inodes\)"):
+        check_room(tmp_path / "not" / "there", 10, least_files=61)
+    left.f_favail = 0
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(StorageError, match=r"no more files \(inodes\)") as error:
+        write_text(tmp_path / "summary.json", "{}")
+    assert error.value.fix == "remove files there, or write to another disk"
+    left.f_files = 0  # btrfs has no such limit, and says so by 0
+    with pytest.raises(StorageError, match="could not be written") as error:
+        write_text(tmp_path / "summary.json", "{}")
+    assert "inodes" not in str(error.value)
+    check_room(tmp_path, 10, least_files=61)
 
 
 @pytest.mark.parametrize("replaces", [False, True])

@@ -45,8 +45,9 @@ DEVIATIONS = 6.0
 """A change must exceed the usual spread this many times."""
 JUMP_DEVIATIONS = 4.0
 """The same for a change of a logarithm."""
-EQUAL_REWARDS = 5
-"""Number of consecutive steps without any difference of rewards within a group, after which this is reported."""
+IDLE_STEPS = 5
+"""Number of consecutive steps that teach nothing, after which this is reported: no rewards of a group differ, or every
+response is left out of the loss."""
 LARGE_UPDATE = 0.3
 """A size of updates, in nats, that is too large. The paper's widest band, 7e-4 at 16384 tokens (arXiv 2604.07853), is
 0.09."""
@@ -318,15 +319,17 @@ def _repetition(series: Series) -> Seen:
     return None
 
 
-def _equal_rewards(series: Series) -> Seen:
-    recent = series["actor/zero_advantage_frac"][-EQUAL_REWARDS:]
-    if len(recent) < EQUAL_REWARDS or min(_values(recent)) < 1:
-        return None
-    since = recent[0][0]
-    return since, (
-        f"in {EQUAL_REWARDS} steps in a row, for every prompt, all responses had the same reward, so the run cannot "
-        "learn, but the optimizer's momentum still moves the weights"
-    )
+def idle(name: str, what: str) -> Rule:
+    """Return a rule that sees a share of 1 in each of the last `IDLE_STEPS` steps. `what`: what that means."""
+
+    def rule(series: Series) -> Seen:
+        recent = series[name][-IDLE_STEPS:]
+        if len(recent) < IDLE_STEPS or min(_values(recent)) < 1:
+            return None
+        text = f"in {IDLE_STEPS} steps in a row {what}, so the run cannot learn, but the optimizer's momentum still"
+        return recent[0][0], f"{text} moves the weights"
+
+    return rule
 
 
 def _words(name: str, verb: str, before: float, now: float, when: str = "usual") -> str:
@@ -382,8 +385,16 @@ SIGNS: dict[str, tuple[Rule, str]] = {
         "read the responses; narrow actor.neg_seq_clip_ratio_high, raise quant.align, lower optim.lr",
     ),
     "equal_rewards": (
-        _equal_rewards,
+        idle("actor/zero_advantage_frac", "all responses to each prompt had the same reward"),
         "use prompts that are sometimes solved and sometimes not, or a larger rollout.n; if the task is solved, stop",
+    ),
+    "all_masked": (
+        idle(
+            "overlong/masked_frac",
+            "data.max_response_length cut off every response, which is left out of the loss",
+        ),
+        "raise data.max_response_length; or set actor.mask_truncated_responses=false, and reward.overlong_buffer_len, "
+        "which teaches shorter responses",
     ),
 }
 """Maps the name of a sign to the rule that finds it, and its remedy."""

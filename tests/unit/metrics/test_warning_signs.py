@@ -101,6 +101,10 @@ def equal(now: int, metrics: Metrics) -> None:
     metrics["actor/zero_advantage_frac"] = 1.0 if now >= 50 else 0.5
 
 
+def masked(now: int, metrics: Metrics) -> None:
+    metrics["overlong/masked_frac"] = 1.0 if now >= 50 else 0.9
+
+
 CASES: dict[str, tuple[str, Callable[[int, Metrics], None], int, int]] = {
     # sign, change, first step at which the change is there, last step at which it must have been reported
     "entropy triples": ("entropy", after(50, "rollout/entropy", 3), 50, 53),
@@ -123,6 +127,7 @@ CASES: dict[str, tuple[str, Callable[[int, Metrics], None], int, int]] = {
     "loops": ("repetition", after(50, "error_tokens/repetitive_frac", plus=0.3), 50, 54),
     "garbage": ("repetition", after(50, "error_tokens/garbled_frac", plus=0.3), 50, 54),
     "all rewards equal": ("equal_rewards", equal, 50, 54),
+    "all responses cut off and left out": ("all_masked", masked, 50, 54),
 }
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from triton_rig import (
-    KERNEL_TESTS,
     ROOT,
     SHARED_LIMIT,
     compile_for,
@@ -38,18 +36,9 @@ def test_each_capability_has_its_table(
     assert tiles.architecture(torch.device("cuda", 0)) == name
 
 
-# `make test` has each kernel of the longest two by itself: test_grouped, test_quantize, test_w4a16.
-LONG = [path for path in KERNEL_TESTS if path.stem in ("test_experts", "test_engine_classes")]
-CASES = [
-    pytest.param([path for path in KERNEL_TESTS if path not in LONG], id="short"),
-    pytest.param(LONG, id="long", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("paths", CASES)
-def test_under_the_interpreter(paths: list[Path]) -> None:
-    """In one process: it takes longer to start than a file's tests do."""
-    run = run_interpreted(paths)
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_under_the_interpreter(marks: str) -> None:
+    run = run_interpreted(marks)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
 
 

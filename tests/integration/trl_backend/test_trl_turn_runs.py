@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from trl_turns import save_chat_model
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+slow = partial(pytest.param, marks=pytest.mark.slow)
 LONG = {"max_completion_length": 2200, "max_turn_length": 600, "per_device_train_batch_size": 4}
 
 
@@ -58,9 +60,9 @@ def assert_exact(outcome: dict[str, Any], steps: int) -> None:
     ("kind", "settings"),
     [
         ("environment", {"quant_scheme": "w4a16"}),
-        ("tools", {"quant_scheme": "w8a8", "quant_group_size": 128}),
-        ("tools", {"quant_scheme": "bf16", "loss_type": "grpo", "num_iterations": 2}),
-        ("environment", {"quant_scheme": "w4a16", "lora": LORA}),
+        slow("tools", {"quant_scheme": "w8a8", "quant_group_size": 128}),
+        slow("tools", {"quant_scheme": "bf16", "loss_type": "grpo", "num_iterations": 2}),
+        slow("environment", {"quant_scheme": "w4a16", "lora": LORA}),
     ],
     ids=["w4a16", "w8a8", "bf16", "adapters"],
 )
@@ -71,6 +73,7 @@ def test_three_turns_have_no_mismatch(model: Path, kind: str, settings: dict[str
     assert max(lengths) <= 60  # three turns of 20, without what the tool says
 
 
+@pytest.mark.slow
 def test_long_conversations_are_held_in_sessions(model: Path) -> None:
     outcome = run(model, "tools", max_steps=2, **LONG)
     assert outcome["sessions"]

@@ -71,6 +71,7 @@ def a_run(tmp_path: Path, changes: dict[str, object]) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_qarls_own_kernel_is_on_both_sides(tmp_path: Path) -> None:
     """vLLM itself would compute W4A16, and δ would not be 0."""
     a_run(tmp_path, {"quant.scheme": "w4a8", "quant.kernels": "qarl"})

@@ -23,6 +23,8 @@ from qarl.schemes.kernel_choice import KernelChoice
 
 load_general_plugins = pytest.importorskip("vllm.plugins").load_general_plugins
 
+pytestmark = pytest.mark.slow  # `make test` has each kernel by itself: test_w4a16, test_scaled_mm
+
 SCHEMES = ("w4a16", "w8a8", "fp8")
 K, PARTS = 64, (48, 16)
 ROWS = 300

@@ -19,6 +19,8 @@ from qarl.kernels.experts import (
 )
 from qarl.quant import get_scheme, quantize
 
+pytestmark = pytest.mark.slow  # `make test` has each kernel by itself: test_grouped, test_quantize
+
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 2, 96, 64
 
 

@@ -27,6 +27,18 @@ SHAPES = [
 ]
 FORWARD_TILES = [Tile(16, 32, 128), Tile(16, 64, 128, per_sm=4), Tile(64, 32, 128)]
 BACKWARD_TILES = [Tile(16, 32, 128), Tile(16, 16, 64, per_sm=4), Tile(64, 64, 256)]
+RAGGED = SHAPES[2]
+
+
+def cases(tiles: list[Tile]) -> list[Any]:
+    """Every shape with the table's tile, every tile with a ragged shape, and, slow under the interpreter, the rest."""
+    return [
+        pytest.param(
+            *shape, tile, marks=() if tile is None or shape == RAGGED else pytest.mark.slow
+        )
+        for shape in SHAPES
+        for tile in (None, *tiles)
+    ]
 
 
 def make(
@@ -58,8 +70,7 @@ def assert_product(
     )
 
 
-@pytest.mark.parametrize("tile", [None, *FORWARD_TILES], ids=str)
-@pytest.mark.parametrize(("m", "n", "k", "group"), SHAPES)
+@pytest.mark.parametrize(("m", "n", "k", "group", "tile"), cases(FORWARD_TILES), ids=str)
 def test_forward(m: int, n: int, k: int, group: int, tile: Tile | None) -> None:
     packed, scale, weight = make(n, k, group)
     x, bias = make_rows(m, k), torch.randn(n).bfloat16()
@@ -72,8 +83,7 @@ def test_forward(m: int, n: int, k: int, group: int, tile: Tile | None) -> None:
     )
 
 
-@pytest.mark.parametrize("tile", [None, *BACKWARD_TILES], ids=str)
-@pytest.mark.parametrize(("m", "n", "k", "group"), SHAPES)
+@pytest.mark.parametrize(("m", "n", "k", "group", "tile"), cases(BACKWARD_TILES), ids=str)
 def test_backward_input(m: int, n: int, k: int, group: int, tile: Tile | None) -> None:
     packed, scale, weight = make(n, k, group)
     grad = make_rows(m, n)

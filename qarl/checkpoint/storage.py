@@ -357,9 +357,9 @@ def lines_of(path: Path) -> list[bytes]:
 
 def value_of(line: bytes) -> Any:
     """Return the value of a line of JSON, or `DAMAGED` if it is torn or no JSON in UTF-8, such as the zeros that a
-    power cut can leave."""
+    power cut can leave. An editor may have put a byte order mark before the first one."""
     try:
-        return json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return DAMAGED
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from qarl.config import Config
-from qarl.config.demos import DEMO_HINT
+from qarl.config.demos import DEMO_HINT, from_here
 from qarl.data.git_lfs import refuse_pointers
 from qarl.data.rows import check_data_file
 from qarl.errors import UserError
@@ -152,7 +152,7 @@ def check_model_folder(path: str) -> None:
         Path(path).parent.is_dir() and path.count("/") != 1
     )
     if not Path(path).is_dir() and looks_local:
-        fix = f"give a Hugging Face folder; {DEMO_HINT}"
+        fix = f"give a Hugging Face folder{from_here(path)}; {DEMO_HINT}"
         raise UserError(f"there is no model folder {path!r}", where="model.path", fix=fix)
     files = (file for pattern in _READ for file in sorted(Path(path).glob(pattern)))
     refuse_pointers(files, where="model.path")

@@ -4,6 +4,7 @@ The config names the folders of model and data. Here stands what they are made o
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 
@@ -78,3 +79,10 @@ DEMOS = {
 
 
 DEMO_HINT = "`qarl demo --help` says how to make the models and data of the shipped configs"
+
+
+def from_here(path: str) -> str:
+    """Return what else to try if `path` of a config is missing: a relative one starts in the folder of the command, and
+    that of a run in the folder in which the run was started."""
+    start = ", or repeat the command in the folder in which the path starts"
+    return "" if os.path.isabs(path) else start

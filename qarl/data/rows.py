@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl.config.demos import DEMO_HINT
+from qarl.config.demos import DEMO_HINT, from_here
 from qarl.data.columns import as_table
 from qarl.data.git_lfs import refuse_pointers
 from qarl.data.json_rows import cannot_read, read_json
@@ -32,7 +32,7 @@ def check_data_file(file: str) -> None:
         raise _unreadable(path, error) from error
     if not exists:
         why = "it is a folder" if is_folder else f"looked in {path.absolute().parent}"
-        fix = f"correct data.train_files / data.val_files; {DEMO_HINT}"
+        fix = f"correct data.train_files / data.val_files{from_here(file)}; {DEMO_HINT}"
         if "," in file:
             why = "a text is the name of one file, commas included"
             fix = f"for several files write a list, for example data.train_files=[{file}]"

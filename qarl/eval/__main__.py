@@ -51,11 +51,12 @@ from qarl.process import limit_threads
 
 def _main(argv: list[str]) -> int:
     from qarl.config.command_arguments import read_request
-    from qarl.eval.arguments import EvalRequest, settings_of
+    from qarl.eval.arguments import EvalRequest, check_files, settings_of
 
     example = "qarl eval runs/NAME against=bf16"
     request = read_request(EvalRequest, argv, example=example, positional="model")
     settings = settings_of(request)
+    check_files(request, settings)
     limit_threads(settings.config.trainer.num_threads if settings.config else None)
     from qarl.eval.evaluate import evaluate
 

@@ -70,6 +70,14 @@ class EvalRequest:
     apply_chat_template: bool = False
 
     @property
+    def file_names(self) -> list[str]:
+        """The values of `files`, also if they are written as a list of the config."""
+        text = (self.files or "").strip()
+        if text.startswith("[") and text.endswith("]"):
+            text = text[1:-1]
+        return [name.strip() for name in text.split(",")] if text else []
+
+    @property
     def task_names(self) -> list[str]:
         return self.tasks.split(",") if self.tasks else []
 
@@ -141,13 +149,7 @@ def settings_of(request: EvalRequest) -> Settings:
             request.max_response_length or TASK_LENGTHS[1],
         )
         return Settings(config, (), "", 0.0, *lengths)
-    files = (
-        tuple(request.files.split(","))
-        if request.files
-        else tuple(config.data.val_files)
-        if config
-        else ()
-    )
+    files = tuple(request.file_names) or (tuple(config.data.val_files) if config else ())
     if not files:
         raise UserError(
             "no file with prompts was named", where=str(request.model), fix="add files=test.parquet"
@@ -163,6 +165,27 @@ def settings_of(request: EvalRequest) -> Settings:
         else 0.0,
         *lengths_of(request, config),
     )
+
+
+def check_files(request: EvalRequest, settings: Settings) -> None:
+    """Raise UserError if a data file is not there. What is in the files is checked when they are read."""
+    for file in settings.files:
+        if not Path(file).is_file():
+            raise _missing(file, request)
+
+
+def _missing(file: str, request: EvalRequest) -> UserError:
+    """Return the error for a data file that is not there."""
+    where, fix = "files", "correct the name"
+    if not request.files:
+        where = f"data.val_files of the run {request.model}"
+        fix = "name the files, as files=A,B"
+        if not Path(file).is_absolute():
+            fix = f"repeat the command in the folder in which the run was started, where {file} is, or {fix}"
+    looked = (
+        "it is a folder" if Path(file).is_dir() else f"looked in {Path(file).absolute().parent}"
+    )
+    return UserError(f"no such data file: {file}", where=where, why=looked, fix=fix)
 
 
 def note_unfinished(run: Path) -> None:
@@ -224,6 +247,15 @@ def positions_of(folder: Path) -> int | None:
     """Return `max_position_embeddings` of a model folder or of a run's export, or None if no config.json says it."""
     for file in (folder / EXPORT / "config.json", folder / "config.json"):
         if file.is_file():
-            positions = json.loads(file.read_text(encoding="utf-8")).get("max_position_embeddings")
+            try:
+                positions = json.loads(file.read_bytes())["max_position_embeddings"]
+            except LookupError:
+                return None
+            except (ValueError, TypeError) as error:
+                raise UserError(
+                    f"{file} cannot be read",
+                    why=f"it is no JSON object: {error}",
+                    fix="copy the model's folder again, or export the checkpoint again with `qarl export`",
+                ) from error
             return positions if isinstance(positions, int) else None
     return None

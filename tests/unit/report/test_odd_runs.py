@@ -176,3 +176,13 @@ def test_no_error_of_the_report_ends_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(page, "write_report", fail)
     update_report(settings, 1)
     assert "the report was not written after step 1: KeyError: 'a bug'" in capsys.readouterr().err
+
+
+def test_files_that_an_editor_has_saved(tmp_path):
+    """With a byte order mark and the line ends of Windows: the first line is that of the first evaluation."""
+    entries = [{"step": 0, "val/accuracy": 0.5}, {"step": 1} | STEP]
+    run = write(tmp_path / "run", entries)
+    file = run / "metrics.jsonl"
+    file.write_text(file.read_text(), encoding="utf-8-sig", newline="\r\n")
+    assert file.read_bytes().startswith(b"\xef\xbb\xbf") and b"\r\n" in file.read_bytes()
+    assert read_metrics(run) == entries and shown(run)["damage"] == []

@@ -1,0 +1,62 @@
+"""What `qarl eval` refuses before it loads anything: data files and a config.json that are not as they should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from config_problems import MINIMAL
+
+from qarl.errors import UserError
+from qarl.eval.arguments import EvalRequest, check_files, settings_of
+
+RUN = Path("moved/best")
+
+
+@pytest.fixture(autouse=True)
+def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose folder was moved, and a model folder; the commands start elsewhere than the run."""
+    monkeypatch.chdir(tmp_path)
+    for folder in (RUN, Path("model")):
+        folder.mkdir(parents=True)
+    (RUN / "config.yaml").write_text(MINIMAL)
+    Path("model/config.json").write_text("{}")
+    Path("here.jsonl").touch()
+
+
+def refusal(request: EvalRequest) -> UserError:
+    with pytest.raises(UserError) as error:
+        check_files(request, settings_of(request))
+    return error.value
+
+
+def test_the_files_of_a_run_count_from_where_it_was_started(tmp_path: Path) -> None:
+    error = refusal(EvalRequest(RUN))
+    assert error.what == "no such data file: test.parquet"
+    assert error.where == "data.val_files of the run moved/best"
+    assert error.why == f"looked in {tmp_path}"
+    assert "the folder in which the run was started" in str(error.fix)
+    assert "files=A,B" in str(error.fix)
+    assert settings_of(EvalRequest(RUN, files="here.jsonl")).files == ("here.jsonl",)
+
+
+def test_files_of_the_command_line() -> None:
+    error = refusal(EvalRequest(Path("model"), files="here.jsonl,nowhere.jsonl"))
+    assert (error.what, error.where) == ("no such data file: nowhere.jsonl", "files")
+    assert refusal(EvalRequest(RUN, files="model")).why == "it is a folder"
+
+
+@pytest.mark.parametrize(
+    "text", ["here.jsonl,b.jsonl", "[here.jsonl, b.jsonl]", " here.jsonl, b.jsonl"]
+)
+def test_files_may_be_written_as_a_list_of_the_config(text: str) -> None:
+    Path("b.jsonl").touch()
+    assert settings_of(EvalRequest(Path("model"), files=text)).files == ("here.jsonl", "b.jsonl")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\x80"])
+def test_a_damaged_config_of_the_model(text: str) -> None:
+    Path("model/config.json").write_text(text, encoding="latin-1")
+    error = refusal(EvalRequest(Path("model"), files="here.jsonl"))
+    assert error.what == "model/config.json cannot be read"
+    assert str(error.why).startswith("it is no JSON object")

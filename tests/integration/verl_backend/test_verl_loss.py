@@ -147,8 +147,8 @@ def test_statistics_of_a_step_are_those_of_all_its_tokens(monkeypatch):
     assert all(metrics[name] == pytest.approx(value, rel=1e-6) for name, value in expected.items())
 
 
-def test_the_text_of_a_step_is_that_of_all_ranks(monkeypatch):
-    """Two ranks have half of the rows each, and the first one gathers."""
+def test_routing_and_text_of_a_step_are_those_of_all_ranks(monkeypatch):
+    """Two ranks have half of the rows each, and the first one gathers. Of 4 and 6 tokens 1 and 2 go elsewhere."""
     mask = ROWS["response_mask"]
     tokens = torch.randint(0, 2, mask.shape, generator=torch.Generator().manual_seed(0))
     text = {"responses": tokens, "rollout_log_probs": ROWS["rollout_log_prob"]}
@@ -159,10 +159,12 @@ def test_the_text_of_a_step_is_that_of_all_ranks(monkeypatch):
         rank.add_text(TensorDict({name: t[rows] for name, t in text.items()}), vocabulary=30)
     sent = []
     monkeypatch.setattr(plugin, "_gather", lambda value, group: sent.append(value))
-    assert second.metrics() == {}
+    assert second.metrics(routing=(1, 4)) == {}
     monkeypatch.setattr(plugin, "_gather", lambda value, group: [value, *sent])
     expected = text_metrics([text_statistics(*text.values(), vocabulary=30)])
-    assert first.metrics() == pytest.approx(expected, rel=1e-12)
+    metrics = first.metrics(routing=(2, 6))
+    assert metrics.pop("mismatch/other_experts_frac") == 0.3
+    assert metrics == pytest.approx(expected, rel=1e-12)
     assert expected["rollout/entropy"] != pytest.approx(text_metrics(first.text)["rollout/entropy"])
 
 

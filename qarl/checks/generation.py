@@ -14,6 +14,7 @@ from typing import Any
 from qarl.checks.model_folder import loading_options
 from qarl.config import Config
 from qarl.config.level import Level
+from qarl.config.schema import RolloutConfig
 from qarl.errors import UserError
 from qarl.kernels.sampling_masks import Truncation, packed_width
 from qarl.rollout.engine_config import SamplingConfig, sampling_params
@@ -30,6 +31,7 @@ def check_sampling(config: Config, *, level: Level, vocabulary: int, on_cpu: boo
     `on_cpu`: whether the engine runs on a CPU. On a GPU vLLM may sample from other tokens (docs/lookup/results/gpu.md).
     """
     sampling_params(SamplingConfig.of_run(config))
+    refuse_unknown_ids(config.rollout.stop_token_ids, vocabulary)
     if not Truncation(config.rollout.top_p, config.rollout.top_k).active:
         return
     where = f"rollout.top_p={config.rollout.top_p}, rollout.top_k={config.rollout.top_k}"
@@ -97,6 +99,56 @@ def stop_token_ids(path: str, tokenizer: Any, hf_config: Any) -> list[int]:
     _, ends = model_eos(path, hf_config)
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return sorted({*ends, *own})
+
+
+def ends_of_turns(config: Config, tokenizer: Any, hf_config: Any) -> tuple[int, ...]:
+    """Return the token ids at which vLLM ends a turn of this run, those of `rollout.stop_token_ids` among them."""
+    ends = stop_token_ids(config.model.path, tokenizer, hf_config)
+    return tuple(sorted({*ends, *config.rollout.stop_token_ids}))
+
+
+def check_stops(rollout: RolloutConfig, tokenizer: Any) -> None:
+    """Raise UserError if `rollout.stop` or `rollout.stop_token_ids` names what no response can have."""
+    refuse_unknown_ids(rollout.stop_token_ids, len(tokenizer))
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {str(token): number for number, token in added.items() if token.special}
+    for text in rollout.stop:
+        inside = {name: number for name, number in special.items() if name in text}
+        if inside:
+            raise UserError(
+                f"the text {text!r} would never end a response",
+                where="rollout.stop",
+                why=f"{', '.join(inside)} is a special token, and vLLM leaves special tokens out of the text that it "
+                "compares",
+                fix=f"set rollout.stop_token_ids=[{', '.join(map(str, inside.values()))}] instead",
+            )
+
+
+def refuse_unknown_ids(token_ids: Sequence[int], vocabulary: int) -> None:
+    """Raise UserError if one of `rollout.stop_token_ids` is no token. `vocabulary`: number of tokens."""
+    if unknown := [token for token in token_ids if token >= vocabulary]:
+        raise UserError(
+            f"token {unknown[0]} does not exist",
+            where="rollout.stop_token_ids",
+            why=f"the model has {vocabulary} tokens, numbered from 0",
+            fix="give the tokenizer's own ids (tokenizer.convert_tokens_to_ids)",
+        )
+
+
+def check_sessions(config: Config, sessions: int | None) -> None:
+    """Raise UserError if conversations are held in `sessions` and a key ends their turns that ends a whole session."""
+    rollout = config.rollout
+    keys = {"rollout.stop": rollout.stop, "rollout.min_tokens": rollout.min_tokens}
+    used = [key for key, value in keys.items() if value]
+    if sessions is None or not used:
+        return
+    raise UserError(
+        f"{' and '.join(used)} cannot be used in conversations of this length",
+        where=", ".join(used),
+        why="prompts of later turns may be so long that vLLM must keep their keys and values from turn to turn, and "
+        "it then ends the conversation with a text of rollout.stop, and counts rollout.min_tokens over all turns",
+        fix="use rollout.stop_token_ids, or lower data.max_response_length or data.max_prompt_length",
+    )
 
 
 def _ids_of(config: Any) -> list[int]:

@@ -30,7 +30,7 @@ from qarl.checks.check import (
     ok,
     warning,
 )
-from qarl.checks.generation import check_sampling, eos_warnings
+from qarl.checks.generation import check_sampling, check_stops, eos_warnings
 from qarl.checks.machine import Machine, check_capability
 from qarl.checks.memory import check_kv_cache
 from qarl.checks.model import (
@@ -243,6 +243,10 @@ def _eos(config: Config, tokenizer: Any, hf_config: Any) -> Findings:
         )
 
 
+def _stops(config: Config, tokenizer: Any) -> None:
+    check_stops(config.rollout, tokenizer)
+
+
 def _ignore(config: Config, scheme: Scheme, linears: layers.Shapes) -> None:
     if scheme.quantized:
         layers.check_fused_layers(linears, config.quant.ignore)
@@ -408,6 +412,7 @@ CHECKS = (
     Check("model", "model and tokenizer have the same token ids", _vocabulary),
     Check("backend", "verl runs no code of the model's folder", refuse_hidden_code, backend="verl"),
     Check("model", "model and tokenizer agree where a response ends", _eos),
+    Check("model", "rollout.stop and rollout.stop_token_ids can end a response", _stops),
     Check("model", "responses fit the positions", check_length),
     Check("memory", "a sequence fits vLLM's KV cache", check_kv_cache, device="cpu"),
     Check("ignore list", "quant.ignore treats fused layers as a whole", _ignore),

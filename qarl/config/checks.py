@@ -379,6 +379,20 @@ def adapters_are_served(v: Values) -> Problems:
             yield bad(v, "lora.target_modules", reason, f"remove {name}")
 
 
+def responses_can_end(v: Values) -> Problems:
+    key = "rollout.min_tokens"
+    limit = v["data.max_response_length"]
+    if v[key] >= limit:
+        reason = f"a response has at most data.max_response_length = {limit} tokens, so none could end by itself"
+        yield bad(v, key, reason, f"set it below {limit}")
+    elif v[key] and v["backend"] == "verl":
+        reason = (
+            "the engine leaves the tokens that end a response out of its first tokens, but the log-probs of verl's "
+            "trainer are over the whole vocabulary"
+        )
+        yield bad(v, key, reason, "set it to 0, or set backend=local")
+
+
 def the_punishment_begins_within_the_response(v: Values) -> Problems:
     key = "reward.overlong_buffer_len"
     limit = v["data.max_response_length"]
@@ -422,6 +436,7 @@ _CHECKS: tuple[Callable[[Values], Problems], ...] = (
     fp16_is_unquantized,
     bf16_masters_are_rounded,
     adapters_are_served,
+    responses_can_end,
     the_punishment_begins_within_the_response,
     conversations_have_an_environment,
 )

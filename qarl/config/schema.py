@@ -30,15 +30,16 @@ from qarl.config.multi_turn import MultiTurnConfig
 from qarl.config.optim import OptimConfig
 from qarl.config.quant import QuantConfig
 from qarl.config.read_config import dump
+from qarl.config.reward import RewardConfig
 from qarl.config.types import (
     Dotted,
     FunctionName,
     PathList,
     PathText,
-    RewardName,
     Sane,
     Section,
     Text,
+    TokenId,
     Unit,
     as_list,
 )
@@ -111,41 +112,6 @@ class DataConfig(Section):
     empty thought in front of the response. Each must be named in the template."""
 
 
-class RewardConfig(Section):
-    """How a response is scored."""
-
-    function: RewardName = "arithmetic"
-    """`arithmetic`, `math_verify`, `reasoning_gym` (the task's own scorer, for files of `qarl data reasoning_gym`),
-    `environment` (the sum of the rewards of rollout.environment), or your own function: `module:function` or
-    `path/to/file.py:function`."""
-
-    timeout_s: Annotated[float | None, Unit("seconds"), Sane(0.01, 3600)] = Field(
-        default=60.0, gt=0, le=86_400
-    )
-    """Time limit for scoring one response; exceeding it is an error. null means no limit."""
-
-    keep_special_tokens: bool = False
-    """Give the function the response with the tokenizer's special tokens, including the one that ends it. They are
-    removed by default, so a function that looks for `<answer>` sees nothing if that is a special token."""
-
-    check_ground_truths: bool = True
-    """Before the run, score the ground truths of the first 64 rows as if they were answers. If fewer than half are
-    right, it is an error for a built-in function, and a warning for your own."""
-
-    overlong_buffer_len: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
-    """Soft overlong punishment of DAPO: in training, a response that enters the last overlong_buffer_len tokens before
-    data.max_response_length loses reward, in proportion. null means none. Needs backend=local."""
-
-    overlong_penalty_factor: Annotated[float, Unit("reward"), Sane(0.01, 10)] = Field(
-        default=1.0, gt=0
-    )
-    """How much reward a response of data.max_response_length tokens loses."""
-
-    workers: Annotated[int, Unit("processes"), Sane(1, 64)] = Field(default=2, ge=1, le=1024)
-    """Most processes that run the function at the same time. Each loads it once, with its model if it has one. Backend
-    verl: in each of its reward workers, of which there are 8 in all on GPUs and 1 on a CPU."""
-
-
 _AGENT_LOOP = "rollout.agent.default_agent_loop"
 """The end of verl's key that names the loop which makes a response."""
 BATCHED_TOKENS = {"local": 4096, "verl": 8192}
@@ -172,6 +138,18 @@ class RolloutConfig(Section):
     top_k: Annotated[int, Unit("tokens")] = Field(default=-1, ge=-1)
     """Sample only from the top_k likeliest tokens; -1 or 0 means all. Values above 0 need backend=local and
     quant.align=model or exact."""
+
+    stop: Annotated[list[Text], BeforeValidator(as_list)] = []
+    """Texts that end a response, in training and evaluations, such as </answer>. The tokens up to and including the one
+    that completes the text stay as they were sampled, and rewards see the text. In a conversation it ends the turn."""
+
+    stop_token_ids: list[TokenId] = []
+    """Token ids that end a response, beside those of the model, in training and evaluations. The token stays in the
+    response. In a conversation it ends the turn."""
+
+    min_tokens: Annotated[int, Unit("tokens")] = Field(default=0, ge=0)
+    """In training and evaluations no token that ends a response is sampled, and no text of `stop` ends it, before it
+    has min_tokens tokens; in a conversation the turn. Above 0 needs backend=local."""
 
     val_temperature: Annotated[float, Sane(0.0, 2.0)] = Field(default=0.0, ge=0)
     """Sampling temperature of evaluations; 0 is greedy."""

@@ -133,6 +133,7 @@ def _words(text: str) -> Any:
 
 
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+TokenId = Annotated[int, Field(ge=0)]
 PathText = Annotated[Text, _words("path")]
 PathList = Annotated[list[PathText], BeforeValidator(as_list)]
 Patterns = Annotated[

@@ -13,6 +13,7 @@ keys:
   reward=NAME         default: the run's reward.function, without a run math_verify
   keep_special_tokens=true  give the reward a response's special tokens; default: the run's, else false
   apply_chat_template_kwargs='{NAME: VALUE}'  variables of the chat template; default: the run's, else none
+  stop='["TEXT"]', stop_token_ids=[ID], min_tokens=N  where responses end; default: the run's, else at the model's end
   n=N                 responses per prompt; default: the column __rollout_n__ of the file, else the run's
                       rollout.val_n, else 1
   temperature=T       default: the run's rollout.val_temperature, else 0, which needs n=1

@@ -16,6 +16,8 @@ from qarl.checkpoint.storage import EXPORT, SUMMARY_FILE
 from qarl.config import Config, load_config
 from qarl.config.command_arguments import writes_json
 from qarl.config.lora import FOLDER
+from qarl.config.schema import RolloutConfig
+from qarl.config.types import Text, TokenId
 from qarl.console import note
 from qarl.errors import UserError
 
@@ -32,8 +34,13 @@ _OF_FILES = (
     "temperature",
     "keep_special_tokens",
     "apply_chat_template_kwargs",
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
 )
 _OF_TASKS = ("include_path", "num_fewshot", "apply_chat_template")
+_ROLLOUT = RolloutConfig(n=2)
+_ENDS = ("stop", "stop_token_ids", "min_tokens")
 _Count = Annotated[int, Field(gt=0)]
 
 
@@ -43,6 +50,17 @@ def _parsed(text: Any) -> Any:
         return yaml.safe_load(text) if isinstance(text, str) else text
     except yaml.YAMLError as error:
         raise ValueError("it is not a YAML mapping such as {enable_thinking: false}") from error
+
+
+def _list(text: Any) -> Any:
+    """Return the items of a list that is written as on the command line of `qarl train`; a text alone is one item."""
+    value = text
+    if isinstance(text, str) and text.startswith("["):
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError('it is not a YAML list such as ["</answer>"]') from error
+    return [value] if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, config={"extra": "forbid"})
@@ -63,6 +81,9 @@ class EvalRequest:
     output: Annotated[Path, writes_json("samples", "scores")] | None = None
     keep_special_tokens: bool = False
     apply_chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_parsed)] = None
+    stop: Annotated[list[Text] | None, BeforeValidator(_list)] = None
+    stop_token_ids: Annotated[list[TokenId] | None, BeforeValidator(_list)] = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     trust_remote_code: bool = False
     tasks: str | None = None
     include_path: Path | None = None
@@ -84,7 +105,8 @@ class EvalRequest:
 
 @plain_dataclass(frozen=True)
 class Settings:
-    """What is scored, and how. `config`: of the run, if there is one. Lengths in tokens."""
+    """What is scored, and how. `config`: of the run, if there is one. Lengths in tokens. `rollout`: where responses
+    end, of the request, the run or the defaults."""
 
     config: Config | None
     files: tuple[str, ...]
@@ -92,6 +114,7 @@ class Settings:
     temperature: float
     max_prompt_length: int
     max_response_length: int
+    rollout: RolloutConfig = _ROLLOUT
 
 
 def settings_of(request: EvalRequest) -> Settings:
@@ -121,6 +144,11 @@ def settings_of(request: EvalRequest) -> Settings:
     if config and request.apply_chat_template_kwargs is not None:
         variables = {"apply_chat_template_kwargs": request.apply_chat_template_kwargs}
         config = config.model_copy(update={"data": config.data.model_copy(update=variables)})
+    given = {name: getattr(request, name) for name in _ENDS}
+    ends = {name: value for name, value in given.items() if value is not None}
+    rollout = (config.rollout if config else _ROLLOUT).model_copy(update=ends)
+    if config:
+        config = config.model_copy(update={"rollout": rollout})
     if config and config.lora.r and request.against == BF16:
         raise UserError(
             "against=bf16 is not possible for a run with adapters",
@@ -164,6 +192,7 @@ def settings_of(request: EvalRequest) -> Settings:
         if config
         else 0.0,
         *lengths_of(request, config),
+        rollout,
     )
 
 

@@ -19,10 +19,10 @@ from typing import Any
 from qarl.checkpoint.export import ExportRequest, export
 from qarl.checkpoint.model_files import read_tensors
 from qarl.checkpoint.storage import EXPORT, write_json
-from qarl.checks.generation import stop_token_ids
+from qarl.checks.generation import check_stops, stop_token_ids
 from qarl.checks.gpu_memory_decides import DEFAULT_SEQUENCES
 from qarl.config.lora import FOLDER
-from qarl.config.schema import RewardConfig
+from qarl.config.reward import RewardConfig
 from qarl.config.types import TURN_REWARDS
 from qarl.console import say, stage
 from qarl.data.ground_truths import judge, refusal
@@ -37,6 +37,7 @@ from qarl.eval.scores import Estimate, average, differences, interval, normal
 from qarl.lora.adapter import Adapter, read_adapter
 from qarl.rollout.adapter_spec import AdapterSpec
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
+from qarl.rollout.engine_config import ends_of
 from qarl.rollout.turns import Conversations, conversations_of, scored_prompts
 from qarl.schemes import UNQUANTIZED, from_quantization_config
 from qarl.schemes.kernel_choice import KernelChoice
@@ -111,6 +112,7 @@ def _prompts(request: EvalRequest, settings: Settings, folder: Path) -> list[Pro
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=request.trust_remote_code)
+    check_stops(settings.rollout, tokenizer)
     variables = request.apply_chat_template_kwargs
     options: dict[str, Any] = {"tokenizer": tokenizer, "apply_chat_template_kwargs": variables}
     if settings.config:
@@ -161,7 +163,11 @@ def score_model(
         engine.publish(read_tensors(folder), version=0)
         if adapter is not None:
             engine.publish_adapter(adapter, version=0)
-        sampling = SamplingConfig(settings.max_response_length, temperature=settings.temperature)
+        sampling = SamplingConfig(
+            settings.max_response_length,
+            temperature=settings.temperature,
+            **ends_of(settings.rollout),
+        )
         if conversations is None:
             responses = engine.generate([row.prompt_token_ids for row in rows], sampling, seeds)
         else:

@@ -166,11 +166,22 @@ class WholeLogits:
             self.logits, tokens, temperature=temperature, mask=mask, likeliest=likeliest
         )
 
+    @property
+    def vocabulary(self) -> int:
+        return self.logits.shape[1]
+
     def sampling_mask(
-        self, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
+        self,
+        tokens: torch.Tensor,
+        truncation: Truncation,
+        *,
+        temperature: float,
+        among: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `packed_sampling_mask` of the logits."""
-        return packed_sampling_mask(self.logits, tokens, truncation, temperature=temperature)
+        return packed_sampling_mask(
+            self.logits, tokens, truncation, temperature=temperature, among=among
+        )
 
 
 @dataclass(frozen=True)
@@ -200,9 +211,18 @@ class LogitsInBlocks:
             likeliest=likeliest,
         )
 
+    @property
+    def vocabulary(self) -> int:
+        return len(self.weight)
+
     @torch.no_grad()
     def sampling_mask(
-        self, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
+        self,
+        tokens: torch.Tensor,
+        truncation: Truncation,
+        *,
+        temperature: float,
+        among: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `packed_sampling_mask` of the logits."""
         packed = self.hidden.new_empty(
@@ -213,7 +233,11 @@ class LogitsInBlocks:
         for block in _blocks(len(self.hidden), rows_at_a_time(len(self.weight))):
             logits = multiply(self.hidden[block])
             packed[block], outside[block] = packed_sampling_mask(
-                logits, tokens[block], truncation, temperature=temperature
+                logits,
+                tokens[block],
+                truncation,
+                temperature=temperature,
+                among=None if among is None else among[block],
             )
         return packed, outside
 

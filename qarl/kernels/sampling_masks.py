@@ -13,11 +13,15 @@ threshold it keeps other tokens: under Triton's interpreter up to 2e-4 of a row'
 The mask is computed once, with the old log-probs, and does not change during the update. Computed again after an
 optimizer step, it could exclude a sampled token, and its log-prob would be -inf.
 
+`rollout.min_tokens` leaves out the tokens that end a turn, at its first positions. That mask does not depend on logits,
+so it is made where it is needed (`packed_without`). vLLM applies it before the temperature, top-k and top-p.
+
 A mask has one bit per entry of the vocabulary: `packed_width(V)` bytes per response token, or 19 KB at V = 152k.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +68,14 @@ def unpack(packed: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return (packed[:, :, None] & _bits(packed.device)).bool().flatten(1)[:, :vocabulary]
 
 
+def packed_without(token_ids: Sequence[int], rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Return masks of all tokens, and in `rows` (bool [T]) of all but `token_ids`: uint8 [T, packed_width(V)]."""
+    packed = rows.new_full((len(rows), packed_width(vocabulary)), 255, dtype=torch.uint8)
+    for token in token_ids:
+        packed[rows, token // 8] &= 255 - (1 << token % 8)
+    return packed
+
+
 def packed_width(vocabulary: int) -> int:
     """Return the number of bytes of one token's packed mask."""
     return -(-vocabulary // 8)
@@ -75,14 +87,25 @@ def _bits(device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def packed_sampling_mask(
-    logits: torch.Tensor, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    truncation: Truncation,
+    *,
+    temperature: float,
+    among: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the packed mask of each row of logits [T, V], and bool [T]: whether the sampled token was added to its
     mask.
 
-    It is added if the computed mask lacks it.
+    It is added if the computed mask lacks it. `among`: packed masks of the tokens that top-k and top-p choose from;
+    None for all.
     """
-    mask = sampling_mask(logits.float() / temperature, truncation)
+    scaled = logits.float() / temperature
+    if among is None:
+        mask = sampling_mask(scaled, truncation)
+    else:
+        allowed = unpack(among, scaled.shape[1])
+        mask = sampling_mask(scaled.masked_fill(~allowed, -torch.inf), truncation) & allowed
     outside = ~mask.gather(1, tokens[:, None])[:, 0]
     mask.scatter_(1, tokens[:, None], True)
     return pack(mask), outside

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from qarl.config import Config
-from qarl.config.schema import BATCHED_TOKENS
+from qarl.config.schema import BATCHED_TOKENS, RolloutConfig
 from qarl.errors import UserError
 from qarl.kernels.cpu.layer_ops import BLOCK_SIZE
 from qarl.kernels.cuda.layer_ops import ENGINE_ARGUMENTS
@@ -91,7 +91,8 @@ takes. vLLM's default, 128, is longer than many prompts. The bits do not depend 
 @dataclass(frozen=True)
 class SamplingConfig:
     """`temperature`: 0 is greedy. `max_tokens`: limit on the response's length. `top_k`: -1 or 0 is no limit.
-    `top_tokens`: also return the likeliest token at each position."""
+    `top_tokens`: also return the likeliest token at each position. `stop`, `stop_token_ids`, `min_tokens`: as the keys
+    of the section `rollout`."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -99,6 +100,9 @@ class SamplingConfig:
     top_k: int = -1
     top_tokens: bool = False
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
 
     @classmethod
     def of_run(cls, config: Config, *, top_tokens: bool = False) -> SamplingConfig:
@@ -110,7 +114,23 @@ class SamplingConfig:
             rollout.top_p,
             rollout.top_k,
             top_tokens,
+            **ends_of(rollout),
         )
+
+    @classmethod
+    def of_evaluation(cls, config: Config) -> SamplingConfig:
+        """Return the sampling settings of evaluations."""
+        rollout = config.rollout
+        return cls(config.data.max_response_length, rollout.val_temperature, **ends_of(rollout))
+
+
+def ends_of(rollout: RolloutConfig) -> dict[str, Any]:
+    """Return the fields of `SamplingConfig` that say where responses end."""
+    return {
+        "stop": tuple(rollout.stop),
+        "stop_token_ids": tuple(rollout.stop_token_ids),
+        "min_tokens": rollout.min_tokens,
+    }
 
 
 def may_preempt(config: EngineConfig, hf_config: Any) -> bool:
@@ -211,8 +231,11 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
             logprobs=int(sampling.top_tokens),
             flat_logprobs=True,  # lists of numbers, instead of a dict and an object for each token
             skip_clone=True,  # nobody else has these parameters
-            detokenize=False,
+            detokenize=bool(sampling.stop),
             ignore_eos=sampling.ignore_eos,
+            stop=list(sampling.stop),
+            stop_token_ids=list(sampling.stop_token_ids),
+            min_tokens=min(sampling.min_tokens, sampling.max_tokens),
         )
     except Exception as error:
         if not is_refusal(error):

@@ -82,12 +82,14 @@ def conversations_of(
         limits_of(turns, config.data.max_response_length),
         keep_special_tokens=config.reward.keep_special_tokens,
         variables=config.data.apply_chat_template_kwargs,
+        also=config.rollout.stop_token_ids,
     )
 
 
 @dataclass
 class Conversations:
-    """Holds conversations with an `environment`. `stop_token_ids`: those at which the engine ends a turn.
+    """Holds conversations with an `environment`. `stop_token_ids`: those with which the model ends a turn. `also`:
+    `rollout.stop_token_ids`.
 
     `keep_special_tokens`: as `reward.keep_special_tokens`, for the text of a turn that the environment reads.
     `variables`: of the chat template, by name.
@@ -99,12 +101,13 @@ class Conversations:
     limits: Limits
     keep_special_tokens: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    also: Sequence[int] = ()
     sessions: int | None = None
     frame: ChatFrame = field(init=False)
     _warnings: int = 0
 
     def __post_init__(self) -> None:
-        self.frame = ChatFrame(self.tokenizer, self.stop_token_ids, self.variables)
+        self.frame = ChatFrame(self.tokenizer, self.stop_token_ids, self.variables, self.also)
 
     def hold(
         self,

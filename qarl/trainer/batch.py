@@ -87,6 +87,8 @@ class Batch:
     rollout_top_tokens           int64 [B, R] or None; the engine's likeliest token at each position
     sampling_mask                uint8 [B, R, packed_width(V)] or None; packed masks of the tokens that top-k and top-p
                                  left in the pass for the old log-probs (`qarl.kernels.log_probs`)
+    before_min_tokens            bool [B, R] or None; True where the engine sampled none of the tokens `ends`, because
+                                 the turn had fewer than `rollout.min_tokens` tokens
     outside                      bool [B, R] or None; True if the trainer's top-k and top-p did not leave this token
     routed_experts               int16 [B, T, layers, k] or None; the experts of each token in the rollout, -1 if
                                  unknown (only in a mixture of experts)
@@ -112,6 +114,8 @@ class Batch:
     weight_version: int
     rollout_top_tokens: torch.Tensor | None = None
     sampling_mask: torch.Tensor | None = None
+    before_min_tokens: torch.Tensor | None = None
+    ends: tuple[int, ...] = ()
     outside: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
     other_experts: torch.Tensor | None = None

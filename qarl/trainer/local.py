@@ -58,6 +58,7 @@ from qarl.trainer.old_log_probs import OldLogProbs
 from qarl.trainer.overlong import mask_truncated, overlong_penalties, penalty_metrics
 from qarl.trainer.policy import Policy
 from qarl.trainer.prepare import RunParts, engine_config
+from qarl.trainer.sampled_from import leave_out_early_ends
 from qarl.turns.metrics import turn_metrics
 
 EVALUATION = -1
@@ -171,6 +172,8 @@ class LocalTrainer:
         rewards, overlong = self.shaped(scored)
         advantages = step_advantages(config, rewards, lengths)
         batch = make_batch(responses, rewards, advantages, pad_token_id=self.parts.pad_token_id)
+        if config.rollout.min_tokens:
+            leave_out_early_ends(batch, config.rollout.min_tokens, self.parts.ends)
         if config.actor.mask_truncated_responses:
             overlong |= mask_truncated(batch, responses)
         batch = batch.to(self.policy.device)
@@ -402,8 +405,7 @@ class LocalTrainer:
         ]
         seeds = [request_seed(self.config.seed, EVALUATION, i) for i in range(len(prompts))]
         with self.timer.phase("eval"):
-            limit = self.config.data.max_response_length
-            sampling = SamplingConfig(limit, temperature=keys.val_temperature)
+            sampling = SamplingConfig.of_evaluation(self.config)
             responses = self.sample(prompts, sampling, None if greedy else seeds, phase="eval")
             rewards = self.rewards(prompts, responses)
         answers = zip(prompts, rewards, strict=True)

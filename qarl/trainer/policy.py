@@ -44,6 +44,7 @@ from qarl.step.noise import TrainedModel
 from qarl.step.routing import RoutingReplay
 from qarl.trainer.batch import TOKEN_MULTIPLE, Batch, Rows, index_of, micro_batches
 from qarl.trainer.layout import Layout, lay_out
+from qarl.trainer.sampled_from import sampled_from
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -287,14 +288,9 @@ class Policy:
         tokens = layout.of_responses(batch.responses[index])
         with self.routing(batch, rows, layout):
             logits = self.logits(batch, rows, layout)
-        if truncation is not None and truncation.active:
-            masks = logits.sampling_mask(tokens, truncation, temperature=temperature)
-            batch.set_sampling_mask(rows, *map(layout.to_responses, masks))
-        sampled_from = None
-        if batch.sampling_mask is not None:
-            sampled_from = layout.of_responses(batch.sampling_mask[index])
+        mask = sampled_from(batch, rows, layout, logits, tokens, truncation, temperature)
         log_probs, top = logits.log_probs(
-            tokens, temperature=temperature, mask=sampled_from, likeliest=likeliest
+            tokens, temperature=temperature, mask=mask, likeliest=likeliest
         )
         return layout, log_probs, top
 

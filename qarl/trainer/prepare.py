@@ -13,7 +13,7 @@ from qarl.align.cpu_attention import uses_engine_attention
 from qarl.align.rotary import head_size_of
 from qarl.checks.check import RunInputs
 from qarl.checks.exactness import caches_prefixes
-from qarl.checks.generation import check_sampling
+from qarl.checks.generation import check_sampling, check_sessions, ends_of_turns
 from qarl.checks.gpu_memory_decides import sequences_at_once
 from qarl.checks.inputs_record import Record
 from qarl.checks.machine import this_machine
@@ -47,6 +47,8 @@ class RunParts:
     """What the run reads, for its checkpoints."""
     conversations: Conversations | None = None
     """Holds conversations, if there is an environment."""
+    ends: tuple[int, ...] = ()
+    """Token ids that end a turn."""
 
 
 def prepare_run(config: Config) -> RunParts:
@@ -84,6 +86,7 @@ def load_parts(config: Config, inputs: RunInputs) -> RunParts:
     )
     if inputs.conversations is not None:
         inputs.conversations.sessions = sessions_at_once(config, policy)
+        check_sessions(config, inputs.conversations.sessions)
     return RunParts(
         policy,
         tokenizer,
@@ -94,6 +97,7 @@ def load_parts(config: Config, inputs: RunInputs) -> RunParts:
         inputs.reward_fn,
         inputs.record,
         inputs.conversations,
+        ends_of_turns(config, tokenizer, inputs.hf_config),
     )
 
 

@@ -65,7 +65,8 @@ SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "repetition_penalty": ((1.0,), _TOKENS),
     "generation_kwargs": (
         (None, {}),
-        "QaRL's vLLM takes only temperature and max_completion_length",
+        "QaRL's vLLM takes only temperature and max_completion_length; for TRL a response that a stop text or id ends "
+        "is cut off, because its last token is no EOS",
     ),
     "vllm_tensor_parallel_size": ((1,), "each process has an engine of one worker"),
     "neftune_noise_alpha": ((None, 0), "the trainer's embeddings would differ from the engine's"),

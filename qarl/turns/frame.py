@@ -29,19 +29,22 @@ _ASKED = {"role": "user", "content": "?"}
 
 
 class ChatFrame:
-    """The frames of a tokenizer's chat template. `stop_token_ids`: those at which the engine ends a turn. `variables`:
-    those of the template, by name."""
+    """The frames of a tokenizer's chat template. `stop_token_ids`: those with which a model ends a turn. `variables`:
+    those of the template, by name. `also`: other ids at which the engine stops (`rollout.stop_token_ids`), such as the
+    one of </tool_call>: the template's end of turn still follows them, unless it is that token."""
 
     def __init__(
         self,
         tokenizer: Any,
         stop_token_ids: Collection[int],
         variables: Mapping[str, Any] | None = None,
+        also: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._variables = dict(variables or {})
-        self._stops = frozenset(stop_token_ids)
+        self._stops = frozenset({*stop_token_ids, *also})
         self._end = self._end_of_turn()
+        self._stops = frozenset({*stop_token_ids, *(set(also) & set(self._end))})
 
     def token_ids(self, messages: Sequence[Message], *, after: int | None) -> list[int]:
         """Return the tokens between a turn and the next, with the environment's `messages` and the start of the next.

@@ -25,6 +25,7 @@ from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from qarl.errors import UserError
 from qarl.verl import first_error
 from qarl.verl.sampled_text import refuse_other_tokens
+from qarl.verl.stops import Stops
 
 TURN_END = "<|im_end|>"
 
@@ -49,6 +50,7 @@ class SampledTokens(AnyTokenizer):
         verls: Any = super()
         self.server_manager = recorder
         try:
+            sampling_params = Stops.of(self.rollout_config).added_to(sampling_params)
             output = await verls.run(sampling_params, priority, **kwargs)
         finally:
             self.server_manager = client

@@ -33,7 +33,7 @@ from qarl.rollout.vllm_plugin import experts_of
 from qarl.schemes import get_scheme
 from qarl.tbpo.config import KEYS
 from qarl.verl.environment import worker_environment
-from qarl.verl.keys import CORRECTION, LOOP, MULTI_TURN, PLUGIN
+from qarl.verl.keys import CORRECTION, LOOP, MULTI_TURN, PLUGIN, STOPS
 from qarl.vllm_versions import FP32_HEAD
 
 Keys = dict[str, Any]
@@ -283,6 +283,8 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"{root}.log_prob_micro_batch_size_per_gpu": config.actor.log_prob_micro_batch_size_per_gpu,
         f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
     }
+    stops = {"stop": rollout.stop, "stop_token_ids": rollout.stop_token_ids}
+    keys |= {f"+{STOPS}.{name}": list(ends) for name, ends in stops.items() if ends}
     if rollout.enable_prefix_caching is not None:  # null is verl's default, and on a CPU none
         keys[f"{root}.enable_prefix_caching"] = rollout.enable_prefix_caching
     if not on_cpu and rollout.tensor_model_parallel_size == 1:

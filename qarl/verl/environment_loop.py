@@ -35,6 +35,7 @@ from qarl.verl.config_classes import multi_turn_settings
 from qarl.verl.response_ends import end_tokens
 from qarl.verl.reward import reward_name
 from qarl.verl.reward_manager import keeps_special_tokens
+from qarl.verl.stops import Stops
 
 
 @cache
@@ -73,7 +74,8 @@ class EnvironmentAgentLoop(AnyTokenizer):
             model.path, self.tokenizer, bool(model.get("trust_remote_code", False))
         )
         variables: Any = OmegaConf.to_container(OmegaConf.create(self.apply_chat_template_kwargs))
-        self._frame = ChatFrame(self.tokenizer, self._stops, variables)
+        self._added = Stops.of(self.rollout_config)
+        self._frame = ChatFrame(self.tokenizer, self._stops, variables, self._added.token_ids)
         self._limits = limits_of(settings, self.rollout_config.response_length)
         self._keeps = keeps_special_tokens(self.config)
         self._reward = reward_name(self.config)
@@ -94,11 +96,17 @@ class EnvironmentAgentLoop(AnyTokenizer):
         messages = [dict(message) for message in row["raw_prompt"]]
         prompt = _prompt(row, messages, await self.ct_build_initial_tokens(messages))
         conversation = Conversation(prompt.prompt_token_ids, [*messages])
-        engine = _Turns(self.server_manager, sampling_params, priority, self._stops)
+        ends = self._stops.union(self._added.token_ids)
+        sampling_params = self._added.added_to(sampling_params)
+        engine = _Turns(self.server_manager, sampling_params, priority, ends)
         metrics: dict[str, Any] = {}
         while conversation.finish_reason is None:
             with simple_timer("generate_sequences", metrics):
                 turn = await engine.sample(request(0, conversation, self._limits))
+            if turn.finish_reason == "length" and self._added.in_text(
+                turn.token_ids, self.tokenizer
+            ):
+                turn = turn._replace(finish_reason="stop")
             (text,) = response_texts(
                 self.tokenizer, [turn.token_ids], keep_special_tokens=self._keeps
             )

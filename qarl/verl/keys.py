@@ -18,6 +18,8 @@ FILES = (
     f"{MULTI_TURN}.tool_config_path",
 )
 """Keys that name files, which Ray's workers open in other folders."""
+STOPS = f"{ROLLOUT}.custom"
+"""verl's section for keys that it does not have, with QaRL's `stop` and `stop_token_ids`."""
 REFERENCE = "actor_rollout_ref.ref"
 CORRECTION = "algorithm.rollout_correction"
 POLICY_LOSS = f"{ACTOR}.policy_loss"
@@ -49,6 +51,8 @@ OWN_KEYS = {
     "trainer.resume_mode": "trainer.resume_mode",
     "trainer.resume_from_path": "trainer.resume_from_path",
     f"{ROLLOUT}.tensor_model_parallel_size": "rollout.tensor_model_parallel_size",
+    f"{STOPS}.stop": "rollout.stop",
+    f"{STOPS}.stop_token_ids": "rollout.stop_token_ids",
     f"{SHARDS}.model_dtype": "optim.master_dtype",
     f"{ACTOR}.optim.optimizer": "optim.name",
     f"{ACTOR}.optim.optimizer_impl": "optim.name",

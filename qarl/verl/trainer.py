@@ -61,6 +61,7 @@ from qarl.verl.loss import DIFFERING, RELIES
 from qarl.verl.response_ends import corrected_metrics, end_tokens
 from qarl.verl.sampler import PromptReplayBuffer as PromptReplayBuffer  # configs name it here
 from qarl.verl.saving import Saving
+from qarl.verl.stops import Stops
 from qarl.verl.turns import conversation_metrics, conversations_of
 
 COUNTS = "old_log_probs.json"
@@ -196,18 +197,30 @@ class QaRLTrainerSync(PPOTrainerSync):
             [len(row) for row in prompts],
             self.config.data,
             self._ends,
-            [each.get("finish_reason") for each in told],
+            [
+                each.get("finish_reason") or self._ended_by_text(row)
+                for each, row in zip(told, responses, strict=True)
+            ],
         )
         conversations = conversations_of(prompts, masks, told)
         if conversations is not None:
             metrics |= conversation_metrics(conversations)
 
+    def _ended_by_text(self, response: Tensor) -> str | None:
+        """Return why a response of the limit's length ended, or None if its last token says it."""
+        full = self._stops.texts and len(response) >= self.config.data.max_response_length
+        return "stop" if full and self._stops.in_text(response.tolist(), self.tokenizer) else None
+
     @functools.cached_property
     def _ends(self) -> set[int]:
         model = self.config.actor_rollout_ref.model
-        return end_tokens(
-            model.path, self.tokenizer, trust_remote_code=model.get("trust_remote_code", False)
-        )
+        trust = model.get("trust_remote_code", False)
+        ends = end_tokens(model.path, self.tokenizer, trust_remote_code=trust)
+        return ends.union(self._stops.token_ids)
+
+    @functools.cached_property
+    def _stops(self) -> Stops:
+        return Stops.of(self.config.actor_rollout_ref.rollout)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         with live.phase("update"):

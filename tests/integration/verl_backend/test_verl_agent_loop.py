@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from qarl.errors import UserError
@@ -17,7 +18,9 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 
 from qarl.verl.agent_loop import PlainSingleTurnAgentLoop
 from qarl.verl.sampled_text import refuse_other_tokens
+from qarl.verl.stops import Stops
 from qarl.verl.task_runner import start_agent_loop
+from qarl.verl.trainer import QaRLTrainerSync
 
 
 class Client:
@@ -29,19 +32,30 @@ class Client:
         return SimpleNamespace(token_ids=[1, 2, 3])
 
 
-def run(monkeypatch: pytest.MonkeyPatch, response: list[int], mask: list[int]) -> Any:
+ASKED: list[Any] = []
+"""The sampling parameters that verl's loop was called with."""
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    response: list[int],
+    mask: list[int],
+    custom: dict[str, Any] | None = None,
+) -> Any:
     """The loop's output if verl's loop returns these tokens and this mask."""
 
     async def verls(self: Any, sampling_params: Any, priority: int = 0, **kwargs: Any) -> Any:
+        ASKED.append(sampling_params)
         await self.server_manager.generate(prompt_ids=[5])
         assert self.server_manager.address == "here"
         return SimpleNamespace(response_ids=response, response_mask=mask)
 
     monkeypatch.setattr(SingleTurnAgentLoop, "run", verls)
     loop = object.__new__(PlainSingleTurnAgentLoop)
+    loop.rollout_config = OmegaConf.create({"custom": custom})
     loop.server_manager = client = Client()
     try:
-        return asyncio.run(loop.run({}))
+        return asyncio.run(loop.run({"temperature": 0.5}))
     finally:
         assert loop.server_manager is client
 
@@ -66,6 +80,62 @@ def test_sampled_tokens_and_tokens_that_are_not_trained_on(monkeypatch, response
 def test_changed_tokens_are_refused(monkeypatch, response, mask):
     with pytest.raises(UserError, match="not what was sampled"):
         run(monkeypatch, response, mask)
+
+
+@pytest.mark.parametrize(
+    "custom",
+    [
+        None,
+        {},
+        {"stop": ["x", "y"]},
+        {"stop_token_ids": [3]},
+        {"stop": ["x"], "stop_token_ids": [3]},
+    ],
+)
+def test_stops_reach_the_engine(
+    monkeypatch: pytest.MonkeyPatch, custom: dict[str, Any] | None
+) -> None:
+    run(monkeypatch, [1, 2, 3], [1, 1, 1], custom)
+    assert ASKED[-1] == {"temperature": 0.5, **(custom or {})}
+
+
+class Words:
+    """A tokenizer whose tokens are letters; 0 is a special one."""
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join("abcdef"[token - 1] for token in tokens if token)
+
+
+@pytest.mark.parametrize(
+    ("texts", "tokens", "ended"),
+    [
+        ((), [1, 2, 3], False),
+        (("bc",), [1, 2, 3], True),
+        (("x", "c"), [1, 2, 3], True),
+        (("b",), [1, 2, 3], False),
+        (("bc",), [1, 2, 0, 3], True),
+        (("bcd",), [1, 2, 3], False),
+    ],
+)
+def test_a_text_that_the_last_token_completes(
+    texts: tuple[str, ...], tokens: list[int], ended: bool
+) -> None:
+    assert Stops(texts).in_text(tokens, Words()) is ended
+
+
+def test_a_response_of_the_limit_that_a_text_ended_is_not_cut_off() -> None:
+    trainer: Any = object.__new__(QaRLTrainerSync)
+    trainer.config = OmegaConf.create(
+        {
+            "data": {"max_response_length": 3},
+            "actor_rollout_ref": {"rollout": {"custom": {"stop": ["bc"]}}},
+        }
+    )
+    trainer.tokenizer = Words()
+    rows = ([1, 2, 3], [3, 2, 1], [2, 3])
+    reasons = [trainer._ended_by_text(torch.tensor(row)) for row in rows]
+    assert reasons == ["stop", None, None]
 
 
 class Manager:

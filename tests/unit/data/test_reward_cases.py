@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from reward_cases import CASES, EXTRA_INFO, GROUND_TRUTH, RESPONSES, limit_of, write_case
 
-from qarl.config.schema import RewardConfig
+from qarl.config.reward import RewardConfig
 from qarl.data.prompts import Prompt
 from qarl.data.scoring import find_reward, score_responses
 from qarl.errors import UserError

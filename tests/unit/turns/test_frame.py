@@ -114,6 +114,18 @@ def test_another_stop_token_ends_a_turn_as_well(tokenizer: Any) -> None:
     assert frame.token_ids([ANSWER], after=other) == frame.token_ids([ANSWER], after=end)
 
 
+def test_a_stop_that_is_no_end_of_a_turn_is_followed_by_one(tokenizer: Any) -> None:
+    """`rollout.stop_token_ids` may have the id of a tag, or the very token with which the template ends a turn."""
+    tokenizer.chat_template = CHATML
+    other = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    end = tokenizer.eos_token_id
+    plain = ChatFrame(tokenizer, [end])
+    tag = ChatFrame(tokenizer, [end], also=[other])
+    assert tag.token_ids([ANSWER], after=other) == [end, *plain.token_ids([ANSWER], after=end)]
+    same = ChatFrame(tokenizer, [other], also=[end])
+    assert same.token_ids([ANSWER], after=end) == plain.token_ids([ANSWER], after=end)
+
+
 def test_thoughts_that_the_template_removes_later_do_not_reach_the_frame(tokenizer: Any) -> None:
     """The difference of two renderings would be wrong: the first is no prefix of the second."""
     tokenizer.chat_template = THINKING

@@ -30,7 +30,7 @@ from qarl.data.prompts import (
     prompt_options,
 )
 from qarl.data.reward_workers import Reward
-from qarl.data.scoring import find_reward
+from qarl.data.scoring import reward_of
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape, Kernel
 from qarl.kernels.registry import Choice, choose_experts_kernel, choose_linear_kernel
@@ -191,7 +191,7 @@ class RunInputs:
 
     @cached_property
     def reward_fn(self) -> Reward:
-        reward = find_reward(self.config.reward.function, self.config.reward.workers)
+        reward = reward_of(self.config.reward)
         reward.load()
         return reward
 

@@ -27,7 +27,7 @@ from qarl.checks.generation import stop_token_ids
 from qarl.checks.weight_memory import has_reference
 from qarl.config import Config
 from qarl.data.dated_template import undated_digest, written_dates
-from qarl.data.digests import column_digests, plugin_sources, reward_source
+from qarl.data.digests import column_digests, plugin_sources, reward_source, reward_sources
 from qarl.data.prompts import Prompt
 from qarl.data.rewards import scorer_version
 
@@ -74,8 +74,8 @@ def record_of(
     record = model_record(hf_config, tokenizer, config.model.path) | {
         "train": prompts_record(train, tokenizer, variables),
         "val": prompts_record(val, tokenizer, variables) if val else None,
-        "reward": reward_source(config.reward.function),
-        "scorer": scorer_version(config.reward.function),
+        "reward": reward_sources(config.reward.names),
+        "scorer": ", ".join(filter(None, map(scorer_version, config.reward.names))) or None,
         "environment": reward_source(config.rollout.environment or ""),
         "plugins": plugin_sources(config.plugins),
         "reference": reference,

@@ -43,7 +43,6 @@ from qarl.checks.model import (
 from qarl.checks.model_folder import check_tied, compared_tensors, refuse_no_weights
 from qarl.checks.special_tokens import special_tokens_unseen
 from qarl.config import Config
-from qarl.config.types import TURN_REWARDS
 from qarl.console import note as print_note
 from qarl.console import say
 from qarl.data.dated_template import fixed_date, written_dates
@@ -51,7 +50,7 @@ from qarl.data.ground_truths import SECONDS, judge, refusal
 from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary
 from qarl.data.reward_workers import Reward
 from qarl.data.rewards import BUILTIN
-from qarl.data.scoring import score_responses
+from qarl.data.scoring import compares_answers, score_responses
 from qarl.errors import UserError, alternatives
 from qarl.families import ALIGNED, check_adapters, check_family, check_rows, shown_mismatch
 from qarl.kernels.cpu import layer_ops
@@ -327,14 +326,15 @@ def _ground_truths(
     val_prompts: PromptDataset | list[Any],
 ) -> Findings:
     """Score ground truths as answers. Only a built-in function is sure to compare answers with them."""
-    function = config.reward.function
     limit = config.reward.timeout_s
-    if not config.reward.check_ground_truths or function in TURN_REWARDS:
+    compared = compares_answers(config.reward, reward_fn)
+    if not config.reward.check_ground_truths or compared is None:
         return
+    function, reward = compared
     end = time.monotonic() + SECONDS
     for key, prompts in (("data.train_files", train_prompts), ("data.val_files", val_prompts)):
         with _rows_of(key):
-            judged = judge(reward_fn, prompts, timeout_s=limit, seconds=end - time.monotonic())
+            judged = judge(reward, prompts, timeout_s=limit, seconds=end - time.monotonic())
         if refused := refusal(judged, function, key):
             is_error = function in BUILTIN and key == "data.train_files"
             yield Finding.of(refused, "error" if is_error else "warning")

@@ -23,22 +23,24 @@ def special_tokens_unseen(config: Config, tokenizer: Any, train_prompts: PromptD
     if config.reward.keep_special_tokens:
         return
     tokens = special_tokens(tokenizer)
-    own = (read_reward_source(config.reward.function) or b"").decode("utf-8", errors="replace")
-    source = own + " ".join(TAGS_READ.get(config.reward.function, ()))
+    names = config.reward.names
+    own = (read_reward_source(name) or b"" for name in names)
+    source = " ".join(text.decode("utf-8", errors="replace") for text in own)
+    source += " ".join(tag for name in names for tag in TAGS_READ.get(name, ()))
     in_reward = [token for token in tokens if token in source and not token.isalnum()]
     in_template = (
         []
-        if config.reward.function in BUILTIN
+        if all(name in BUILTIN for name in names)
         else tags_of_answers(tokenizer, tokens, train_prompts)
     )
-    for names, source in (
+    for unseen, source in (
         (in_reward, "the source of reward.function"),
         (in_template, "the chat template"),
     ):
-        if names:
+        if unseen:
             yield warning(
-                f"{source} names {', '.join(names)}, which the reward does not see (reward.keep_special_tokens)",
-                where=f"reward.function={config.reward.function}",
+                f"{source} names {', '.join(unseen)}, which the reward does not see (reward.keep_special_tokens)",
+                where=f"reward.function={', '.join(config.reward.names)}",
                 why="they are special tokens of the tokenizer, and these are removed from a response's text",
                 fix="set reward.keep_special_tokens=true, or make them ordinary tokens of the tokenizer",
             )

@@ -146,7 +146,9 @@ init_kl_coef | actor.kl_loss_coef | It needs actor.use_kl_loss=true.
 eps_clip | actor.clip_ratio_low | The upper side is actor.clip_ratio_high.
 eps_clip_low_high | actor.clip_ratio_low | The upper side is actor.clip_ratio_high.
 advantage_estimator | algorithm.adv_estimator | There is no critic: it is grpo, rloo or dr_grpo.
-remote_rm_url | reward.function | Write a function that asks the server.
+remote_rm_url | reward.function | Write a function that asks the server, as examples/judge.py does.
+reward_funcs | reward.functions | Each entry has a function, a weight and a name.
+reward_weights | reward.functions | Each entry has a function, a weight and a name.
 packing_samples | model.use_remove_padding | Rows are packed unless it is false.
 lora_rank | lora.r | Adapters are a section of their own.
 lora_alpha | lora.alpha | Adapters are a section of their own.

@@ -9,6 +9,19 @@ from pydantic import Field
 from qarl.config.types import RewardName, Sane, Section, Unit
 
 
+class WeightedFunction(Section):
+    """One of several reward functions. `name`: of its metric; None: the function's own name."""
+
+    function: RewardName
+    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+$")] | None = None
+
+    @property
+    def label(self) -> str:
+        """What metrics call it."""
+        return self.name or self.function.rpartition(":")[2]
+
+
 class RewardConfig(Section):
     """How a response is scored."""
 
@@ -16,6 +29,12 @@ class RewardConfig(Section):
     """`arithmetic`, `math_verify`, `reasoning_gym` (the task's own scorer, for files of `qarl data reasoning_gym`),
     `environment` (the sum of the rewards of rollout.environment), or your own function: `module:function` or
     `path/to/file.py:function`."""
+
+    functions: list[WeightedFunction] = Field(
+        default=[], json_schema_extra={"words": "list of {function, weight, name}"}
+    )
+    """Several functions instead of `function`: the reward is the sum of their scores times their weights (default 1).
+    Each is logged as rewards/NAME/mean; name is by default the function's. A weight of 0 only logs it."""
 
     timeout_s: Annotated[float | None, Unit("seconds"), Sane(0.01, 3600)] = Field(
         default=60.0, gt=0, le=86_400
@@ -42,3 +61,13 @@ class RewardConfig(Section):
     workers: Annotated[int, Unit("processes"), Sane(1, 64)] = Field(default=2, ge=1, le=1024)
     """Most processes that run the function at the same time. Each loads it once, with its model if it has one. Backend
     verl: in each of its reward workers, of which there are 8 in all on GPUs and 1 on a CPU."""
+
+    @property
+    def parts(self) -> tuple[WeightedFunction, ...]:
+        """The functions whose scores are added: those of `functions`, or `function` alone."""
+        return tuple(self.functions) or (WeightedFunction(function=self.function),)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The functions as the config names them."""
+        return tuple(part.function for part in self.parts)

@@ -108,6 +108,12 @@ RULES = (
         "set reward.overlong_buffer_len",
         ("reward.overlong_penalty_factor",),
     ),
+    Rule(
+        "reward.functions",
+        lambda functions: not functions,
+        "put it into the list reward.functions",
+        ("reward.function",),
+    ),
     _if("filter_groups.enable", (True,), "filter_groups.max_num_gen_batches"),
     _if("algorithm.adv_estimator", ("grpo", "dr_grpo"), "algorithm.norm_adv_by_std_in_grpo"),
     Rule("rollout.val_temperature", bool, "set rollout.val_temperature to 0.6", ("rollout.val_n",)),

@@ -52,6 +52,14 @@ def reward_source(function: str) -> str | None:
     return None if source is None else hashlib.sha256(source).hexdigest()
 
 
+def reward_sources(functions: Sequence[str]) -> str | None:
+    """Return `reward_source` of a single function, and of several one digest of all. It is None if none has a file."""
+    sources = [reward_source(function) for function in functions]
+    if len(sources) == 1 or not any(sources):
+        return sources[0]
+    return hashlib.sha256(repr(sources).encode()).hexdigest()
+
+
 def read_reward_source(function: str) -> bytes | None:
     """Return the content of the file that `reward_source` is the digest of, or None as it does."""
     source = function.rpartition(":")[0]

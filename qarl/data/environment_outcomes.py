@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from qarl.data.reward_outcomes import (
     LONGEST_MESSAGE,
     Refused,
+    awaited,
     check_can_travel,
     is_number,
     lacks_parameters,
@@ -34,16 +33,10 @@ def call_environment(
 
     Catches every exception, also `SystemExit` and `KeyboardInterrupt`, so it is only for a process of its own."""
     try:
-        result = function(**arguments)
-        if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
+        result = awaited(function(**arguments))
     except BaseException as error:
         return lacks_parameters(error, arguments) or failure_of(error)
     return outcome_of(result)
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
 
 
 def failure_of(error: BaseException) -> Failure:

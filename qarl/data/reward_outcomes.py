@@ -14,7 +14,8 @@ import struct
 import sys
 import traceback
 from bdb import BdbQuit
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -33,11 +34,13 @@ class Scored(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Why there is no score. `what` continues the words "the reward function NAME"."""
+    """Why there is no score. `what` continues the words "the reward function NAME". `name`: of the function, if there
+    are several."""
 
     what: str
     why: str
     fix: str
+    name: str = ""
 
 
 class Lost(Refused):
@@ -45,25 +48,78 @@ class Lost(Refused):
 
 
 Outcome = Scored | Refused
-ASYNC = Refused(
-    "is async",
-    "a reward function is called without an event loop, so nothing would await its result",
-    "write `def` instead of `async def`, and call asyncio.run(...) inside it for what must be awaited",
-)
-
-
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Of a reward function, in the order in which it is usually written. Backends pass them by name, in any order."""
+OF_ALL = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+"""The same of a function that scores all answers of a batch at once, as verl's batch manager passes them."""
+
+
+def scores_all(function: Callable[..., Any]) -> bool:
+    """Return whether the function scores all answers of a batch at once: it has a parameter `solution_strs`."""
+    try:
+        return OF_ALL[1] in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def of_all(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the arguments of a function that scores all answers at once. `rows`: those of each answer."""
+    return {many: [row[one] for row in rows] for one, many in zip(PARAMETERS, OF_ALL, strict=True)}
 
 
 def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of `function(**arguments)`.
+    """Return the outcome of `function(**arguments)`, which may be async.
 
     Catches every exception, also `SystemExit` and `KeyboardInterrupt`, so it is only for a process of its own."""
     try:
-        return outcome_of(function(**arguments))
+        return outcome_of(awaited(function(**arguments)))
     except BaseException as error:
         return lacks_parameters(error, arguments) or raised(error)
+
+
+def call_all(
+    function: Callable[..., Any], arguments: Mapping[str, Any]
+) -> Outcome | list[Outcome] | Refused:
+    """Return the outcome of each answer of `function(**arguments)`, which scores all at once and may be async.
+
+    With the arguments of a single answer, return its outcome."""
+    if OF_ALL[1] not in arguments:
+        outcomes = call_all(function, of_all([arguments]))
+        return outcomes[0] if isinstance(outcomes, list) else outcomes
+    count = len(arguments[OF_ALL[1]])
+    try:
+        result = awaited(function(**arguments))
+        plain = isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable)
+        values = None if plain else list(result)
+    except BaseException as error:
+        return lacks_parameters(error, arguments) or raised(error)
+    if values is None or len(values) != count:
+        what = shortened(result) if values is None else f"{len(values)} scores"
+        return Refused(
+            f"returned {what} for {count} responses",
+            "a function with the parameter solution_strs scores all responses at once",
+            "return a list with a number, or a dict with one under 'score', for each response in order",
+        )
+    return [outcome_of(value) for value in values]
+
+
+@cache
+def event_loop() -> Any:
+    """Return the event loop of this process. All calls share it, because clients of servers stay bound to theirs."""
+    import asyncio  # most functions do without it
+
+    return asyncio.new_event_loop()
+
+
+def awaited(result: Any) -> Any:
+    """Return `result`, or what it is when it is awaited."""
+    return (
+        event_loop().run_until_complete(_await(result)) if inspect.isawaitable(result) else result
+    )
+
+
+async def _await(result: Any) -> Any:
+    return await result
 
 
 def lacks_parameters(error: BaseException, arguments: Mapping[str, Any]) -> Refused | None:
@@ -82,10 +138,6 @@ def lacks_parameters(error: BaseException, arguments: Mapping[str, Any]) -> Refu
 
 def outcome_of(result: Any) -> Outcome:
     """Return the score in the `result` of a reward function, or the refusal of a result that has none."""
-    if inspect.isawaitable(result):
-        if inspect.iscoroutine(result):
-            result.close()  # otherwise Python warns that it was never awaited
-        return ASYNC
     score: Any = result.get("score") if isinstance(result, Mapping) else result
     if not is_number(score):
         why = (

@@ -73,7 +73,7 @@ def serve(descriptor: int) -> None:
     loaded, function = load(setup["function"], role)
     flush()
     connection.send(loaded)
-    call = caller(role)
+    call = caller(role, function)
     process = os.getpid()
     while True:
         try:
@@ -88,12 +88,12 @@ def serve(descriptor: int) -> None:
         connection.send(outcome)
 
 
-def caller(role: str) -> Callable[..., Any]:
-    """Return what calls a function of this role and returns its outcome."""
+def caller(role: str, function: Any) -> Callable[..., Any]:
+    """Return what calls the `function` of this role and returns its outcome."""
     if role == "reward.function":
-        from qarl.data.reward_outcomes import call
+        from qarl.data.reward_outcomes import call, call_all, scores_all
 
-        return call
+        return call_all if scores_all(function) else call
     from qarl.data.environment_outcomes import call_environment
 
     return call_environment
@@ -102,7 +102,7 @@ def caller(role: str) -> Callable[..., Any]:
 def load(spec: str, role: str) -> tuple[dict[str, Any], Any]:
     """Return what to tell the trainer, and the function."""
     from qarl.data.environment_outcomes import get_environment
-    from qarl.data.reward_outcomes import raised
+    from qarl.data.reward_outcomes import raised, scores_all
     from qarl.data.rewards import get_reward_fn, name_of
     from qarl.errors import UserError
 
@@ -113,7 +113,8 @@ def load(spec: str, role: str) -> tuple[dict[str, Any], Any]:
         sys.path.append(str(Path(source).resolve().parent))
     try:
         function = get_reward_fn(spec) if role == "reward.function" else get_environment(spec)
-        return {"name": name_of(function), "source": source_digest(function)}, function
+        facts = {"name": name_of(function), "source": source_digest(function)}
+        return facts | {"scores_all": scores_all(function)}, function
     except UserError as error:
         words = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
     except BaseException as error:  # the user's module may raise anything

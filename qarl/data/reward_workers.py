@@ -4,8 +4,8 @@ So a function has the same score everywhere, however it catches exceptions or us
 runs in the main thread of a process of its own, its time limit is the end of that process, and what it does to the
 process (working folder, seeds, torch's grad mode, a crash) does not reach the trainer.
 
-A `Reward` returns a future for each response. Later kinds of rewards fit in there: async functions, functions of a
-whole batch, judges over HTTP.
+A `Reward` returns a future for each response. Whether the function is async, or scores all responses of a batch in one
+call, is known where it is loaded.
 
 The workers are reused, so a call costs some 0.1 ms more than in the trainer. They start when they are needed, and only
 as many as there are responses to score at the same time. A thread serves each worker, so that its time limit starts
@@ -27,16 +27,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Protocol
 
 from qarl.console import note
 from qarl.data import reward_process
-from qarl.data.reward_outcomes import Lost, Outcome, Refused, outcome_of, raised
+from qarl.data.reward_outcomes import Lost, Outcome, Refused, of_all, outcome_of, raised
 from qarl.data.worker_roles import REWARD, Role
 from qarl.errors import UserError
 
@@ -49,12 +50,21 @@ LOADING_SECONDS = 60.0
 
 
 class Reward(Protocol):
-    """A reward function. `name`: for errors."""
+    """A reward function. `name`: for errors. `scores_all`: whether it scores all responses of a batch in one call."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def scores_all(self) -> bool: ...
 
     def submit(self, arguments: Mapping[str, Any], timeout_s: float | None) -> Future[Outcome]:
         """Return the future outcome for the four `arguments` of a response. `timeout_s`: limit in seconds, or None."""
+
+    def submit_all(
+        self, rows: Sequence[Mapping[str, Any]], timeout_s: float | None
+    ) -> list[Future[Outcome]]:
+        """Do the same for the arguments of each response of a batch."""
 
     def load(self) -> None:
         """Load the function now. Raise UserError if that fails."""
@@ -68,9 +78,16 @@ class InProcessReward:
 
     The result is the same as in a worker, because it depends on the arguments alone and changes nothing."""
 
+    scores_all = False
+
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name = name
         self._function = function
+
+    def submit_all(
+        self, rows: Sequence[Mapping[str, Any]], timeout_s: float | None
+    ) -> list[Future[Outcome]]:
+        return [self.submit(row, timeout_s) for row in rows]
 
     def submit(self, arguments: Mapping[str, Any], timeout_s: float | None) -> Future[Outcome]:
         future: Future[Outcome] = Future()
@@ -96,6 +113,7 @@ class WorkerFunction:
         self, spec: str, workers: int = 1, folder: str | None = None, *, role: Role = REWARD
     ) -> None:
         self.name = spec
+        self.scores_all = False
         self.role = role
         self._setup = {"function": spec, "folder": folder or os.getcwd(), "role": role.key}
         self._count = workers
@@ -146,6 +164,7 @@ class WorkerFunction:
         self._all.add(worker)
         try:
             self.name = worker.load()
+            self.scores_all = worker.scores_all
             self._check_source(worker)
         except BaseException:
             self._discard(worker)
@@ -196,7 +215,44 @@ class WorkerFunction:
 
 
 class WorkerReward(WorkerFunction):
-    """A reward function in worker processes."""
+    """A reward function in worker processes. One that scores all responses of a batch is called in one of them, and has
+    the time limit of a response for each."""
+
+    _loaded = False
+
+    def load(self) -> None:
+        super().load()
+        self._loaded = True
+
+    def submit_all(
+        self, rows: Sequence[Mapping[str, Any]], timeout_s: float | None
+    ) -> list[Future[Outcome]]:
+        if not self._loaded and rows:
+            self.load()
+        if not self.scores_all:
+            return [self.submit(row, timeout_s) for row in rows]
+        limit = None if timeout_s is None else timeout_s * len(rows)
+        whole = self.submit(of_all(rows), limit)
+        return [then(whole, partial(_entry, number)) for number in range(len(rows))]
+
+
+def _entry(number: int, outcomes: list[Outcome] | Refused) -> Outcome:
+    """Return the outcome of a response in those of a batch. A refusal is of the whole batch."""
+    return outcomes if isinstance(outcomes, Refused) else outcomes[number]
+
+
+def then(future: Future[Any], function: Callable[[Any], Any]) -> Future[Any]:
+    """Return the future of `function` of a future's result."""
+    following: Future[Any] = Future()
+
+    def finish(done: Future[Any]) -> None:
+        try:
+            following.set_result(function(done.result()))
+        except BaseException as error:
+            following.set_exception(error)
+
+    future.add_done_callback(finish)
+    return following
 
 
 _UNSENDABLE = (pickle.PicklingError, AttributeError, TypeError)
@@ -212,12 +268,13 @@ class _EndedIdleError(Exception):
 
 class Worker:
     """One worker process. `ended`: whether it was ended, or ended itself. `source`: a digest of the file of the
-    function that it has loaded, or None."""
+    function that it has loaded, or None. `scores_all`: whether that is a reward of all responses of a batch."""
 
     def __init__(self, setup: Mapping[str, Any], role: Role = REWARD) -> None:
         self.ended = False
         self.role = role
         self.source: str | None = None
+        self.scores_all = False
         self._spec: str = setup["function"]
         self._connection, far_end = Pipe()
         program = [
@@ -253,6 +310,7 @@ class Worker:
         if "name" not in loaded:
             raise UserError(**loaded)
         self.source = loaded["source"]
+        self.scores_all = loaded["scores_all"]
         return str(loaded["name"])
 
     def ask(self, arguments: Mapping[str, Any], timeout_s: float | None) -> Any:

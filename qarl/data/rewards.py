@@ -4,7 +4,10 @@ A reward function has the signature of verl's custom rewards, so one function wo
 
     def reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None) -> float
 
-It may also return a dict with the number under "score". As in verl, the arguments are passed by keyword.
+It may also return a dict with the number under "score". As in verl, the arguments are passed by keyword. It may be
+`async def`. One with the parameter `solution_strs` scores all answers of a batch at once, as with verl's batch manager:
+
+    def reward(data_sources, solution_strs, ground_truths, extra_infos) -> list[float]
 
 The config names the function as `arithmetic`, `math_verify`, `reasoning_gym`, `package.module:function` or
 `path/to/file.py:function`. It runs in worker processes (`qarl.data.reward_workers`), which load it by `get_reward_fn`;
@@ -25,7 +28,6 @@ from typing import Any
 
 from qarl.config.types import TURN_REWARDS
 from qarl.data.answer_forms import as_latex, last_number, number_of_truth, stated_truth, states
-from qarl.data.reward_outcomes import ASYNC
 from qarl.data.worker_roles import REWARD, Role
 from qarl.errors import UserError
 from qarl.side_packages import require
@@ -127,11 +129,7 @@ def get_reward_fn(spec: str) -> RewardFn:
         require(_PACKAGES[spec], needed_for=f"reward.function={spec}")
     if spec in BUILTIN:
         return BUILTIN[spec]
-    fn = load_function(spec, REWARD, f"one of {', '.join(BUILTIN)}, ")
-    if inspect.iscoroutinefunction(fn):
-        what = f"the reward function {name_of(fn)} {ASYNC.what}"
-        raise UserError(what, where=f"{REWARD.key}={spec}", why=ASYNC.why, fix=ASYNC.fix)
-    return fn
+    return load_function(spec, REWARD, f"one of {', '.join(BUILTIN)}, ")
 
 
 def load_function(spec: str, role: Role, others: str = "") -> Callable[..., Any]:

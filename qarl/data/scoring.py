@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qarl.config.reward import RewardConfig
+from qarl.config.types import TURN_REWARDS
 from qarl.data.prompts import Prompt
 from qarl.data.reward_outcomes import Outcome, Scored
 from qarl.data.reward_workers import InProcessReward, Reward, WorkerReward
 from qarl.data.rewards import BUILTIN, IN_PROCESS
+from qarl.data.weighted_reward import Part, WeightedReward
 from qarl.errors import UserError, shortened
 from qarl.progress import live
 
@@ -28,6 +31,29 @@ def find_reward(spec: str, workers: int = 1, folder: str | None = None) -> Rewar
     return WorkerReward(spec, workers, folder)
 
 
+def reward_of(keys: RewardConfig, folder: str | None = None) -> Reward:
+    """Return the reward of a run: its function, or the weighted sum of several. `folder`: as in `find_reward`."""
+    if not keys.functions:
+        return find_reward(keys.function, keys.workers, folder)
+    parts = [
+        Part(part.label, part.weight, find_reward(part.function, keys.workers, folder))
+        for part in keys.functions
+    ]
+    return WeightedReward(parts)
+
+
+def compares_answers(keys: RewardConfig, reward: Reward) -> tuple[str, Reward] | None:
+    """Return the function that most likely compares a response with the ground truth, with its name, or None.
+
+    Of several functions it is a built-in one, because others may judge form or length. `reward`: that of `keys`."""
+    if not isinstance(reward, WeightedReward):
+        return None if keys.function in TURN_REWARDS else (keys.function, reward)
+    for part, entry in zip(reward.parts, keys.functions, strict=True):
+        if entry.function in BUILTIN and entry.function not in TURN_REWARDS:
+            return entry.function, part.reward
+    return None
+
+
 def score_responses(
     reward: Reward,
     prompts: Sequence[Prompt],
@@ -35,7 +61,19 @@ def score_responses(
     *,
     timeout_s: float | None = None,
 ) -> list[float]:
-    """Return the score of each `responses[i]`, an answer to `prompts[i]`.
+    """Return the score of each `responses[i]`, an answer to `prompts[i]`, as `scored_responses` does."""
+    outcomes = scored_responses(reward, prompts, responses, timeout_s=timeout_s)
+    return [outcome.score for outcome in outcomes]
+
+
+def scored_responses(
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    responses: Sequence[str],
+    *,
+    timeout_s: float | None = None,
+) -> list[Scored]:
+    """Return the score of each `responses[i]`, an answer to `prompts[i]`, with what the function returned beside it.
 
     `timeout_s`: time limit per response, in seconds; None means no limit.
 
@@ -47,7 +85,7 @@ def score_responses(
         reward_arguments(prompt, response)
         for prompt, response in zip(prompts, responses, strict=True)
     ]
-    return score_rows(
+    return scored_rows(
         reward, rows, [f"row {prompt.index}, " for prompt in prompts], timeout_s=timeout_s
     )
 
@@ -60,13 +98,25 @@ def score_rows(
     timeout_s: float | None,
 ) -> list[float]:
     """Do the same as `score_responses` with the arguments of each call. `locations`: a text for each, for errors."""
-    futures = [reward.submit(row, timeout_s) for row in rows]
+    outcomes = scored_rows(reward, rows, locations, timeout_s=timeout_s)
+    return [outcome.score for outcome in outcomes]
+
+
+def scored_rows(
+    reward: Reward,
+    rows: Sequence[Mapping[str, Any]],
+    locations: Sequence[str],
+    *,
+    timeout_s: float | None,
+) -> list[Scored]:
+    """Do the same as `scored_responses` with the arguments of each call. `locations`: a text for each, for errors."""
+    futures = reward.submit_all(rows, timeout_s)
     scores = []
     try:
         with live.phase("scoring", total=len(rows), unit="responses") as phase:
             for row, location, future in zip(rows, locations, futures, strict=True):
                 outcome = future.result()
-                scores.append(scored(reward.name, outcome, row, where=location).score)
+                scores.append(scored(reward.name, outcome, row, where=location))
                 phase.advance()
     except BaseException:
         reward.stop()
@@ -92,7 +142,7 @@ def scored(name: str, outcome: Outcome, arguments: Mapping[str, Any], *, where: 
     if isinstance(outcome, Scored):
         return outcome
     raise UserError(
-        f"the reward function {name} {outcome.what}",
+        f"the reward function {outcome.name or name} {outcome.what}",
         where=f"{where}data_source {arguments['data_source']!r}",
         why=f"{outcome.why} (response: {shortened(arguments['solution_str'])})",
         fix=outcome.fix,

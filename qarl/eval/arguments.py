@@ -16,6 +16,7 @@ from qarl.checkpoint.storage import EXPORT, SUMMARY_FILE
 from qarl.config import Config, load_config
 from qarl.config.command_arguments import writes_json
 from qarl.config.lora import FOLDER
+from qarl.config.reward import RewardConfig
 from qarl.config.schema import RolloutConfig
 from qarl.config.types import Text, TokenId
 from qarl.console import note
@@ -110,7 +111,7 @@ class Settings:
 
     config: Config | None
     files: tuple[str, ...]
-    reward: str
+    reward: RewardConfig
     temperature: float
     max_prompt_length: int
     max_response_length: int
@@ -176,7 +177,7 @@ def settings_of(request: EvalRequest) -> Settings:
             request.max_prompt_length or TASK_LENGTHS[0],
             request.max_response_length or TASK_LENGTHS[1],
         )
-        return Settings(config, (), "", 0.0, *lengths)
+        return Settings(config, (), RewardConfig(), 0.0, *lengths)
     files = tuple(request.file_names) or (tuple(config.data.val_files) if config else ())
     if not files:
         raise UserError(
@@ -185,7 +186,7 @@ def settings_of(request: EvalRequest) -> Settings:
     return Settings(
         config,
         files,
-        request.reward or (config.reward.function if config else "math_verify"),
+        _scoring(request, config),
         request.temperature
         if request.temperature is not None
         else config.rollout.val_temperature
@@ -215,6 +216,17 @@ def _missing(file: str, request: EvalRequest) -> UserError:
         "it is a folder" if Path(file).is_dir() else f"looked in {Path(file).absolute().parent}"
     )
     return UserError(f"no such data file: {file}", where=where, why=looked, fix=fix)
+
+
+def _scoring(request: EvalRequest, config: Config | None) -> RewardConfig:
+    """Return how responses are scored: by the request's function, those of the run, or math_verify."""
+    usual = config.reward if config else RewardConfig(function="math_verify")
+    keys: dict[str, Any] = {}
+    if request.reward:
+        keys = {"function": request.reward, "functions": []}
+    if request.keep_special_tokens:
+        keys["keep_special_tokens"] = True
+    return usual.model_copy(update=keys)
 
 
 def note_unfinished(run: Path) -> None:

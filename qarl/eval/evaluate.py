@@ -22,14 +22,12 @@ from qarl.checkpoint.storage import EXPORT, write_json
 from qarl.checks.generation import check_stops, stop_token_ids
 from qarl.checks.gpu_memory_decides import DEFAULT_SEQUENCES
 from qarl.config.lora import FOLDER
-from qarl.config.reward import RewardConfig
-from qarl.config.types import TURN_REWARDS
 from qarl.console import say, stage
 from qarl.data.ground_truths import judge, refusal
 from qarl.data.prompts import Prompt, load_prompts, prompt_options, with_samples
 from qarl.data.response_text import response_texts
-from qarl.data.reward_workers import Reward
-from qarl.data.scoring import find_reward, score_responses
+from qarl.data.scoring import compares_answers, reward_of, scored_responses
+from qarl.data.weighted_reward import part_means
 from qarl.errors import UserError
 from qarl.eval.arguments import BF16, EvalRequest, Settings
 from qarl.eval.harness import find_tasks, score_tasks, sets_of
@@ -133,15 +131,17 @@ def _prompts(request: EvalRequest, settings: Settings, folder: Path) -> list[Pro
 
 def warn_of_ground_truths(prompts: Sequence[Prompt], settings: Settings) -> None:
     """Print a warning if most ground truths are no right answers, so that every score would be 0."""
-    scoring = reward_keys(settings)
-    if not scoring.check_ground_truths or settings.reward in TURN_REWARDS:
+    scoring = settings.reward
+    reward = reward_of(scoring)
+    compared = compares_answers(scoring, reward)
+    if not scoring.check_ground_truths or compared is None:
         return
-    reward = find_reward(settings.reward, scoring.workers)
+    function, compares = compared
     try:
-        judged = judge(reward, prompts, timeout_s=scoring.timeout_s)
+        judged = judge(compares, prompts, timeout_s=scoring.timeout_s)
     finally:
         reward.stop()
-    if refused := refusal(judged, settings.reward, "the files"):
+    if refused := refusal(judged, function, "the files"):
         say(f"warning: {refused}")
 
 
@@ -151,8 +151,9 @@ def score_model(
     """Return the mean score of each prompt's responses, from an engine with the weights of `folder`."""
     from transformers import AutoTokenizer
 
-    scoring = reward_keys(settings)
-    reward = reward_of(settings)
+    scoring = settings.reward
+    reward = reward_of(scoring)
+    reward.load()
     rows = [prompt for prompt in prompts for _ in range(prompt.samples or 1)]
     draw = random.Random(f"eval-{request.seed}")
     seeds = [draw.getrandbits(31) for _ in rows]
@@ -173,12 +174,16 @@ def score_model(
         else:
             responses = conversations.hold(engine, rows, sampling, seeds)
             conversations.environment.stop()
-    keep = scoring.keep_special_tokens or request.keep_special_tokens
+    keep = scoring.keep_special_tokens
     texts = response_texts(tokenizer, responses.response_token_ids, keep_special_tokens=keep)
     grouped: dict[str, dict[int, list[float]]] = {}
-    scored = scored_prompts(rows, responses, settings.reward)
-    scores = score_responses(reward, scored, texts, timeout_s=scoring.timeout_s)
+    scored = scored_prompts(rows, responses, scoring.names)
+    outcomes = scored_responses(reward, scored, texts, timeout_s=scoring.timeout_s)
     reward.stop()
+    labels = [part.label for part in scoring.parts]
+    for name, value in part_means(outcomes, labels).items():
+        say(f"{name} of {folder}: {value:.4g}")
+    scores = [outcome.score for outcome in outcomes]
     for row, score in zip(rows, scores, strict=True):
         scores_of_prompts = grouped.setdefault(row.data_source, {})
         scores_of_prompts.setdefault(row.index, []).append(score)
@@ -205,18 +210,6 @@ def conversations_in(
         limits = replace(conversations.limits, response=settings.max_response_length)
         conversations.limits = limits
     return conversations
-
-
-def reward_of(settings: Settings) -> Reward:
-    """Return the reward function, which was loaded. Raise UserError if it cannot be loaded."""
-    reward = find_reward(settings.reward, reward_keys(settings).workers)
-    reward.load()
-    return reward
-
-
-def reward_keys(settings: Settings) -> RewardConfig:
-    """Return how the run scores responses, without a run the defaults."""
-    return settings.config.reward if settings.config else RewardConfig()
 
 
 def adapter_of(folder: Path) -> Adapter | None:

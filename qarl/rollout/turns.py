@@ -280,7 +280,7 @@ def _at_turns(conversation: Conversation, tokens: Sequence[Sequence[int]]) -> li
 
 
 def scored_prompts(
-    prompts: Sequence[Prompt], rollout: RolloutBatch, reward: str
+    prompts: Sequence[Prompt], rollout: RolloutBatch, rewards: Sequence[str]
 ) -> Sequence[Prompt]:
     """Return the prompts as the reward function gets them: after conversations, with these in `extra_info`.
 
@@ -288,13 +288,14 @@ def scored_prompts(
     messages     the whole conversation
     turn_scores  the rewards that the environment gave
 
-    Raise UserError if the environment gave rewards that the built-in function `reward` does not read.
+    Raise UserError if the environment gave rewards that none of the functions `rewards` reads.
     """
     conversations = rollout.conversations
     if conversations is None:
         return prompts
-    if not reads_turn_scores(reward) and any(each.rewards for each in conversations):
-        raise unread_rewards(reward)
+    unread = not any(map(reads_turn_scores, rewards))
+    if unread and any(each.rewards for each in conversations):
+        raise unread_rewards(", ".join(rewards))
     return [
         replace(
             prompt,

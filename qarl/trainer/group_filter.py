@@ -16,21 +16,27 @@ from dataclasses import dataclass, replace
 import torch
 
 from qarl.data.prompts import Prompt
+from qarl.data.reward_outcomes import Scored as Outcome
 from qarl.rollout.requests import RolloutBatch
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Responses, each with its prompt, and their rewards, FP32 [responses]. Responses to a prompt are consecutive."""
+    """Responses, each with its prompt, and their rewards, FP32 [responses]. Responses to a prompt are consecutive.
+    `outcomes`: the rewards as the reward functions returned them."""
 
     prompts: list[Prompt]
     responses: RolloutBatch
     rewards: torch.Tensor
+    outcomes: Sequence[Outcome] = ()
 
     def select(self, rows: Sequence[int]) -> Scored:
         """Return these rows, in this order."""
         return Scored(
-            [self.prompts[row] for row in rows], self.responses.select(rows), self.rewards[[*rows]]
+            [self.prompts[row] for row in rows],
+            self.responses.select(rows),
+            self.rewards[[*rows]],
+            [self.outcomes[row] for row in rows] if self.outcomes else (),
         )
 
     @classmethod
@@ -40,6 +46,7 @@ class Scored:
             [prompt for part in parts for prompt in part.prompts],
             RolloutBatch.joined([part.responses for part in parts]),
             torch.cat([part.rewards for part in parts]),
+            [outcome for part in parts for outcome in part.outcomes],
         )
 
 

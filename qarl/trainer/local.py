@@ -28,7 +28,9 @@ from qarl.config import Config
 from qarl.console import stage
 from qarl.data.prompts import Prompt, with_samples
 from qarl.data.response_text import response_texts
-from qarl.data.scoring import score_responses
+from qarl.data.reward_outcomes import Scored as Outcome
+from qarl.data.scoring import scored_responses
+from qarl.data.weighted_reward import part_means
 from qarl.kernels.sampling_masks import Truncation
 from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.phase_timer import PhaseTimer, clock_of
@@ -188,6 +190,7 @@ class LocalTrainer:
             batch.response_mask,
             vocabulary=vocabulary,
         )
+        metrics |= part_means(scored.outcomes, self.labels)
         return batch, metrics | text_metrics([text]) | filtered | overlong | {
             "rollout/preemptions": float(responses.preemptions)
         }
@@ -211,8 +214,9 @@ class LocalTrainer:
                 f"step {self.step} was sampled from weights of version {responses.weight_version}"
             )
         with self.timer.phase("reward"):
-            rewards = torch.tensor(self.rewards(prompts, responses))
-        return Scored(prompts, responses, rewards)
+            outcomes = self.rewards(prompts, responses)
+        rewards = torch.tensor([outcome.score for outcome in outcomes])
+        return Scored(prompts, responses, rewards, outcomes)
 
     def shaped(self, scored: Scored) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the rewards with the punishment of long responses, and its metrics."""
@@ -227,16 +231,16 @@ class LocalTrainer:
         )
         return scored.rewards + penalties, penalty_metrics(penalties)
 
-    def rewards(self, prompts: Sequence[Prompt], responses: RolloutBatch) -> list[float]:
-        """Return the reward of each response."""
+    def rewards(self, prompts: Sequence[Prompt], responses: RolloutBatch) -> list[Outcome]:
+        """Return the reward of each response, and what the function returned beside it."""
         reward = self.config.reward
         texts = response_texts(
             self.tokenizer,
             responses.response_token_ids,
             keep_special_tokens=reward.keep_special_tokens,
         )
-        scored = scored_prompts(prompts, responses, reward.function)
-        return score_responses(self.parts.reward_fn, scored, texts, timeout_s=reward.timeout_s)
+        scored = scored_prompts(prompts, responses, reward.names)
+        return scored_responses(self.parts.reward_fn, scored, texts, timeout_s=reward.timeout_s)
 
     def old_log_probs(self, batch: Batch, only: torch.Tensor | None = None) -> torch.Tensor:
         """Return the policy's log-probs before the update, FP32 [B, R]. If `only` is set, all other rows are 0.
@@ -407,8 +411,14 @@ class LocalTrainer:
         with self.timer.phase("eval"):
             sampling = SamplingConfig.of_evaluation(self.config)
             responses = self.sample(prompts, sampling, None if greedy else seeds, phase="eval")
-            rewards = self.rewards(prompts, responses)
-        answers = zip(prompts, rewards, strict=True)
-        return answers_metrics(
-            (prompt.data_source, prompt.index, reward) for prompt, reward in answers
+            outcomes = self.rewards(prompts, responses)
+        answers = zip(prompts, outcomes, strict=True)
+        parts = part_means(outcomes, self.labels)
+        return {f"val/{name}": value for name, value in parts.items()} | answers_metrics(
+            (prompt.data_source, prompt.index, outcome.score) for prompt, outcome in answers
         )
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of the reward functions in metrics."""
+        return [part.label for part in self.config.reward.parts]

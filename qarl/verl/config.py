@@ -115,6 +115,11 @@ def reward_keys(config: Config) -> Keys:
     root = "reward.custom_reward_function"
     manager = "reward.reward_manager"
     manager_keys = {}
+    functions = [
+        {"function": resolved_function(part.function), "weight": part.weight, "name": part.label}
+        for part in config.reward.functions
+    ]
+    several = {"functions": functions} if functions else {}
     if config.reward.keep_special_tokens:
         manager_keys = {
             f"{manager}.source": "importlib",
@@ -130,6 +135,7 @@ def reward_keys(config: Config) -> Keys:
             "timeout_s": config.reward.timeout_s,
             "workers": config.reward.workers,
             "folder": os.getcwd(),  # Ray's workers start in other folders
+            **several,
         },
     }
 
@@ -283,7 +289,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"{root}.log_prob_micro_batch_size_per_gpu": config.actor.log_prob_micro_batch_size_per_gpu,
         f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
     }
-    stops = {"stop": rollout.stop, "stop_token_ids": rollout.stop_token_ids}
+    stops: Keys = {"stop": rollout.stop, "stop_token_ids": rollout.stop_token_ids}
     keys |= {f"+{STOPS}.{name}": list(ends) for name, ends in stops.items() if ends}
     if rollout.enable_prefix_caching is not None:  # null is verl's default, and on a CPU none
         keys[f"{root}.enable_prefix_caching"] = rollout.enable_prefix_caching

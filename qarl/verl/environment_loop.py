@@ -33,7 +33,7 @@ from qarl.verl import first_error
 from qarl.verl.agent_loop import AnyTokenizer
 from qarl.verl.config_classes import multi_turn_settings
 from qarl.verl.response_ends import end_tokens
-from qarl.verl.reward import reward_name
+from qarl.verl.reward import reward_names
 from qarl.verl.reward_manager import keeps_special_tokens
 from qarl.verl.stops import Stops
 
@@ -78,7 +78,7 @@ class EnvironmentAgentLoop(AnyTokenizer):
         self._frame = ChatFrame(self.tokenizer, self._stops, variables, self._added.token_ids)
         self._limits = limits_of(settings, self.rollout_config.response_length)
         self._keeps = keeps_special_tokens(self.config)
-        self._reward = reward_name(self.config)
+        self._rewards = reward_names(self.config)
 
     async def run(
         self, sampling_params: dict[str, Any], priority: int = 0, **row: Any
@@ -114,8 +114,8 @@ class EnvironmentAgentLoop(AnyTokenizer):
             with simple_timer("tool_calls", metrics):
                 reply = await self._environment.answer(prompt, conversation)
             take(conversation, turn, reply, self._frame, self._limits)
-        if conversation.rewards and not reads_turn_scores(self._reward):
-            raise unread_rewards(self._reward)
+        if conversation.rewards and not any(map(reads_turn_scores, self._rewards)):
+            raise unread_rewards(", ".join(self._rewards))
         metrics["num_preempted"] = engine.preempted
         told = {
             **engine.extra_fields,

@@ -12,42 +12,75 @@ it.
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from qarl.data.scoring import find_reward, scored
+from qarl.config.reward import RewardConfig
+from qarl.data.reward_workers import Reward
+from qarl.data.scoring import reward_of, scored
 from qarl.errors import UserError
 from qarl.verl import first_error
 
-find = cache(find_reward)
-"""One reward for each of its settings, so that its processes are reused."""
+
+@cache
+def find(function: str, workers: int, folder: str, functions: str = "[]") -> Reward:
+    """Return one reward for each of its settings, so that its processes are reused. `functions`: as JSON."""
+    keys = {"function": function, "functions": json.loads(functions), "workers": workers}
+    return reward_of(RewardConfig(**keys), folder)
 
 
 async def score(
-    *, function: str, timeout_s: float | None, workers: int, folder: str, **arguments: Any
+    *,
+    function: str,
+    timeout_s: float | None,
+    workers: int,
+    folder: str,
+    functions: Sequence[Mapping[str, Any]] = (),
+    **arguments: Any,
 ) -> float | dict[str, Any]:
-    """Score one response with the reward function `function`. Return the score, or the function's dict with `score`.
+    """Score one response with the reward function `function`, or with several `functions` (`reward.functions`). Return
+    the score, or a dict with `score` and what the functions returned.
 
     `arguments`: those that verl passes to a reward function, all by name. Raise the same UserErrors as
     `qarl.data.scoring.score_responses`.
     """
     arguments["data_source"] = str(arguments["data_source"])  # verl hands over NumPy's kind of text
-    reward = find(function, workers, folder)
+    several = [json.dumps([dict(entry) for entry in functions])] if functions else []
+    reward = find(function, workers, folder, *several)
     try:
         outcome = await asyncio.wrap_future(reward.submit(arguments, timeout_s))
         result = scored(reward.name, outcome, arguments, where=_row(arguments.get("extra_info")))
+        refuse_batches(reward)
     except UserError as error:
         first_error.keep(error)
         raise
     return result.score if result.more is None else {**result.more, "score": result.score}
 
 
-def reward_name(config: Any) -> str:
-    """Return the reward function that verl's whole `config` names: as in `reward.function` if it is one of QaRL's."""
+def refuse_batches(reward: Reward) -> None:
+    """Raise UserError if the function scores all responses of a batch in one call: verl scores each by itself."""
+    if reward.scores_all:
+        raise UserError(
+            f"the reward function {reward.name} takes all responses of a batch at once, and verl scores each by itself",
+            where="reward.function",
+            why="it has the parameter solution_strs, and would get batches of one response",
+            fix="give it the parameters data_source, solution_str, ground_truth and extra_info, it may be async; or "
+            "set backend=local",
+        )
+
+
+def reward_names(config: Any) -> list[str]:
+    """Return the reward functions that verl's whole `config` names: as in `reward.function` if they are QaRL's."""
     function = config.reward.custom_reward_function
-    own = {f"pkg://{score.__module__}": (function.get("reward_kwargs") or {}).get("function")}
-    own["pkg://qarl.data.rewards"] = function.name
-    return str(own.get(function.path) or f"{function.path}:{function.name}")
+    ours = function.get("reward_kwargs") or {}
+    if function.path == f"pkg://{score.__module__}":
+        several = [str(entry["function"]) for entry in ours.get("functions") or ()]
+        return several or [str(ours.get("function"))]
+    if function.path == "pkg://qarl.data.rewards":
+        return [str(function.name)]
+    return [f"{function.path}:{function.name}"]
 
 
 def _row(extra_info: Any) -> str:

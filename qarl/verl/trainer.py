@@ -46,6 +46,7 @@ from verl.utils.debug import marked_timer
 
 from qarl.checkpoint.run_folder import RunFolder
 from qarl.checkpoint.storage import write_json
+from qarl.data.weighted_reward import PREFIX
 from qarl.metrics.validation import answers_metrics
 from qarl.progress import live
 from qarl.step.old_log_probs import (
@@ -202,6 +203,7 @@ class QaRLTrainerSync(PPOTrainerSync):
                 for each, row in zip(told, responses, strict=True)
             ],
         )
+        metrics |= function_means(told)
         conversations = conversations_of(prompts, masks, told)
         if conversations is not None:
             metrics |= conversation_metrics(conversations)
@@ -337,6 +339,11 @@ class QaRLTrainerSync(PPOTrainerSync):
             data_sources, sample_uids, reward_extra_infos_dict, *more, **named
         )
         figures = answer_figures(data_sources, reward_extra_infos_dict)
+        metrics |= {
+            f"val/{name}/mean": float(np.mean([value for value in values if value is not None]))
+            for name, values in reward_extra_infos_dict.items()
+            if name.startswith(PREFIX)
+        }
         return metrics | answers_metrics(zip(data_sources, sample_uids, figures, strict=True))
 
     def _save_checkpoint(self) -> None:
@@ -400,6 +407,17 @@ def answer_figures(data_sources: Sequence[str], infos: Mapping[str, Sequence[Any
         float(reward if source not in with_accuracy else accuracy if is_figure(accuracy) else 0.0)
         for source, accuracy, reward in rows
     ]
+
+
+def function_means(told: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean score of each of several reward functions (`reward.functions`). `told`: verl's `extra_fields` of
+    each response."""
+    infos = [each.get("reward_extra_info") or {} for each in told]
+    names = {name for info in infos for name in info if str(name).startswith(PREFIX)}
+    return {
+        f"{name}/mean": float(np.mean([info[name] for info in infos if name in info]))
+        for name in sorted(names)
+    }
 
 
 def is_figure(value: Any) -> bool:

@@ -162,6 +162,8 @@ SCORES: dict[str, tuple[str, list[float]]] = {
         body("return asyncio.run(judge())", "import asyncio\nasync def judge():\n    return 0.5"),
         [0.5, 0.5],
     ),
+    "async": ("async " + body(f"return {RIGHT}").strip(), [1, 0]),
+    "awaitable": (body("return other()", "async def other():\n    return 0.5"), [0.5, 0.5]),
     "largest score of FP32": (body("return 3.4e38"), [3.4e38, 3.4e38]),
 }
 REFUSALS: dict[str, tuple[str, str]] = {
@@ -206,10 +208,9 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "NaN in a dict": (body("return {'score': float('nan')}"), "returned {'score': nan}"),
     "list": (body("return [1.0]"), "returned \\[1.0\\]"),
     "generator": (body("yield 1.0"), "returned <generator"),
-    "async": ("async " + body("return 1.0").strip(), "score is async[\\s\\S]*asyncio.run"),
-    "awaitable": (
-        body("return other()", "async def other():\n    return 1.0"),
-        "is async[\\s\\S]*asyncio.run",
+    "async that raises": (
+        "async " + body("return 1 / 0").strip(),
+        r"raised ZeroDivisionError[\s\S]*line \d+, in score: return 1 / 0",
     ),
     "value of its own class": (
         body("return {'score': 1.0, 'judge': Judge()}", "class Judge: pass"),

@@ -34,6 +34,7 @@ from verl_old_log_probs import (
 
 from qarl.checkpoint.storage import number
 from qarl.config import Config
+from qarl.data.reward_outcomes import Scored
 from qarl.errors import UserError
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.requests import RolloutBatch
@@ -211,7 +212,7 @@ def in_local(config: Config, kind: str) -> dict[str, Any]:
                 strict=True,
             )
         ]
-    rewards = [float(row.sum()) for row in columns["rm_scores"].unbind()]
+    rewards = [Scored(float(row.sum())) for row in columns["rm_scores"].unbind()]
     batch = RolloutBatch(
         prompts, responses, logged, reasons, weight_version=0, conversations=conversations
     )

@@ -147,6 +147,9 @@ VERL: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
         {"enable_thinking": False}, "data.apply_chat_template_kwargs.enable_thinking",
     ),
     "reward.function": ("math_verify", "reward.custom_reward_function.reward_kwargs"),
+    "reward.functions": (
+        [{"function": "math_verify", "weight": 0.5}], "reward.custom_reward_function.reward_kwargs",
+    ),
     "reward.timeout_s": (None, "reward.custom_reward_function.reward_kwargs"),
     "reward.keep_special_tokens": (True, "reward.reward_manager.name"),
     "reward.workers": (3, "reward.custom_reward_function.reward_kwargs"),

@@ -16,7 +16,7 @@ from reward_cases import CASES, EXTRA_INFO, GROUND_TRUTH, RESPONSES, limit_of, w
 
 from qarl.config.reward import RewardConfig
 from qarl.data.prompts import Prompt
-from qarl.data.scoring import find_reward, score_responses
+from qarl.data.scoring import find_reward
 from qarl.errors import UserError
 from qarl.eval import evaluate
 from qarl.trainer.local import LocalTrainer
@@ -36,17 +36,15 @@ def in_local(spec: str, keys: RewardConfig) -> list[float]:
         config=SimpleNamespace(reward=keys),
     )
     tokens: Any = SimpleNamespace(response_token_ids=range(len(RESPONSES)), conversations=None)
-    return LocalTrainer.rewards(run, ROWS, tokens)  # type: ignore[arg-type]  # a stub of the trainer
+    outcomes = LocalTrainer.rewards(run, ROWS, tokens)  # type: ignore[arg-type]  # a stub of the trainer
+    return [outcome.score for outcome in outcomes]
 
 
 def in_eval(spec: str, keys: RewardConfig) -> list[float]:
-    settings: Any = SimpleNamespace(reward=spec, config=SimpleNamespace(reward=keys))
-    return score_responses(
-        evaluate.reward_of(settings),
-        ROWS,
-        RESPONSES,
-        timeout_s=evaluate.reward_keys(settings).timeout_s,
-    )
+    reward = evaluate.reward_of(keys)
+    reward.load()
+    outcomes = evaluate.scored_responses(reward, ROWS, RESPONSES, timeout_s=keys.timeout_s)
+    return [outcome.score for outcome in outcomes]
 
 
 def in_trl(spec: str, keys: RewardConfig) -> list[float]:
@@ -109,6 +107,24 @@ def fast_and_slow() -> Iterator[Any]:
         for backend in BACKENDS:
             fast = backend == "local" or (backend == "verl" and name in IN_VERL)
             yield pytest.param(name, backend, marks=() if fast else pytest.mark.slow)
+
+
+OF_A_BATCH = (
+    "def score(solution_strs, ground_truths, **others): return [*map(len, solution_strs)]\n"
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_function_of_all_responses(tmp_path: Path, backend: str) -> None:
+    """verl scores each response by itself, so there it is refused."""
+    file = tmp_path / "own.py"
+    file.write_text(OF_A_BATCH)
+    keys = RewardConfig(function=f"{file}:score", workers=1)
+    if backend == "verl":
+        with pytest.raises(UserError, match="takes all responses of a batch at once"):
+            BACKENDS[backend](keys.function, keys)
+    else:
+        assert BACKENDS[backend](keys.function, keys) == [*map(len, RESPONSES)]
 
 
 @pytest.mark.long

@@ -174,14 +174,14 @@ def newest_good(parent: Path) -> tuple[Checkpoint | None, list[tuple[Path, Check
     return None, problems
 
 
-def prune(parent: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints of `parent`. If `keep` is None, remove nothing.
+def prune(parent: Path, keep: int | None, *, spared: Path | None = None) -> None:
+    """Remove all but the newest `keep` checkpoints of `parent`, and `spared`. If `keep` is None, remove nothing.
 
     Links stay, because removing one would not free the space of its checkpoint."""
     if keep is None:
         return
     for _, folder in list_checkpoints(parent)[keep:]:
-        if not folder.is_symlink():
+        if not folder.is_symlink() and folder != spared:
             remove_folder(folder)
 
 

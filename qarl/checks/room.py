@@ -66,7 +66,7 @@ def check_room_of_size(config: Config, size: ModelSize) -> None:
     """Raise StorageError if the run of `config` saves or exports, and there is no room for the export and one
     checkpoint. Nothing is checked if `save_contents` of verl says what a checkpoint has."""
     trainer = config.trainer
-    saves = trainer.save_freq > 0 or trainer.save_minutes > 0
+    saves = trainer.save_freq > 0 or trainer.save_minutes > 0 or trainer.save_best
     if config.backend == "verl":
         saves = saves or trainer.save_final  # the export is made from a checkpoint
     if any("save_contents" in key for key in config.verl):

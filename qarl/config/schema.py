@@ -273,6 +273,10 @@ class TrainerConfig(Section):
     """Number of newest checkpoints to keep; null keeps all. An old checkpoint is removed when a new one is complete on
     disk. With backend=verl it must be at least 2, because verl removes the oldest before the new one is complete."""
 
+    save_best: bool = False
+    """Also keep the checkpoint of the step with the largest val/accuracy, beside those of save_freq and
+    max_ckpt_to_keep. best.json in the run folder names it. Needs trainer.test_freq and backend=local."""
+
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """`auto`: an interrupted run of this name resumes from its newest good checkpoint; a finished run is moved aside.
     `disable`: any earlier run of this name is moved aside. `resume_path`: resume from resume_from_path."""

@@ -101,6 +101,13 @@ RULES = (
         "filter_groups.enable",
         "reward.overlong_buffer_len",
         "actor.mask_truncated_responses",
+        "trainer.save_best",
+    ),
+    Rule(
+        "trainer.test_freq",
+        lambda steps: isinstance(steps, int) and steps > 0,
+        "set trainer.test_freq to a number of steps",
+        ("trainer.save_best",),
     ),
     Rule(
         "reward.overlong_buffer_len",

@@ -88,12 +88,12 @@ def states(response: str, truth: str) -> bool:
         return False
     tagged = _TAGGED.findall(response)
     statements = tagged or _STATEMENT.findall(response) or [response]
-    expected = _normal(truth)
-    stated = _normal(statements[-1])
+    expected = normal_answer(truth)
+    stated = normal_answer(statements[-1])
     return bool(expected) and (stated == expected or _choice(stated) == expected)
 
 
-def _normal(answer: str) -> str:
+def normal_answer(answer: str) -> str:
     """Return an answer without mark-up, spaces, a last full stop, and the parentheses of a choice."""
     for mark in _MARK_UP:
         answer = answer.replace(mark, "")

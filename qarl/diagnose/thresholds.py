@@ -4,7 +4,7 @@ A threshold τ rejects (or truncates) what is above it. `threshold` returns the 
 of the samples lies, rounded up to three digits, since that is what one writes into a config. It says what a correction
 costs, and not whether training is better with it.
 
-The prompts are the sample, because responses to one prompt are alike (as in `qarl.eval.scores`):
+The prompts are the sample, because responses to one prompt are alike (as in `qarl.metrics.estimates`):
 
     interval of τ          the middle 95% over bootstraps that draw the prompts again with replacement (arXiv 2411.00640
                            recommends the same unit for errors of evaluations)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from itertools import repeat
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from qarl.checkpoint.export import ExportRequest, export
@@ -26,13 +26,16 @@ from qarl.console import say, stage
 from qarl.data.ground_truths import judge, refusal
 from qarl.data.prompts import Prompt, load_prompts, prompt_options, with_samples
 from qarl.data.response_text import response_texts
+from qarl.data.reward_outcomes import Scored
 from qarl.data.scoring import compares_answers, reward_of, scored_responses
+from qarl.data.votes import vote_of
 from qarl.data.weighted_reward import part_means
 from qarl.errors import UserError
 from qarl.eval.arguments import BF16, EvalRequest, Settings
 from qarl.eval.harness import find_tasks, score_tasks, sets_of
-from qarl.eval.scores import Estimate, average, differences, interval, normal
 from qarl.lora.adapter import Adapter, read_adapter
+from qarl.metrics.estimates import Estimate, average, differences, interval, normal
+from qarl.metrics.validation import MEANS, Answer, prompt_figures
 from qarl.rollout.adapter_spec import AdapterSpec
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.rollout.engine_config import ends_of
@@ -40,8 +43,8 @@ from qarl.rollout.turns import Conversations, conversations_of, scored_prompts
 from qarl.schemes import UNQUANTIZED, from_quantization_config
 from qarl.schemes.kernel_choice import KernelChoice
 
-Sets = dict[str, dict[int, float]]
-"""Name of a set (`data_source`) -> row -> mean score of its responses."""
+Sets = Mapping[str, Mapping[Any, float]]
+"""Name of a set (`data_source`) -> row -> a figure of its responses."""
 Estimates = dict[str, dict[str, Any]]
 """Name of a set -> number of prompts, and the estimate of each model."""
 
@@ -50,7 +53,7 @@ def evaluate(request: EvalRequest, settings: Settings) -> str:
     """Return the table of scores. Raise UserError if model, data or reward cannot be used."""
     manager = find_tasks(request) if request.tasks else None
     with ExitStack() as stack:
-        scores: dict[str, Sets] = {}
+        scores: dict[str, dict[str, Sets]] = {}
         samples: dict[str, int] = {}
         for label, folder in folders(request, stack):
             what = f"scoring {label}" + " with its adapter" * (folder / FOLDER).is_dir()
@@ -58,7 +61,7 @@ def evaluate(request: EvalRequest, settings: Settings) -> str:
                 with stage(what, quiet=True):  # the harness has bars of its own
                     engine_config = engine_of(folder, request, settings, adapter_of(folder))
                     results = score_tasks(folder, engine_config, manager, request)
-                scores[label] = sets_of(results, request.task_names)
+                scores.setdefault(MEANS, {})[label] = sets_of(results, request.task_names)
                 continue
             prompts = _prompts(request, settings, folder)
             if not scores:
@@ -68,13 +71,21 @@ def evaluate(request: EvalRequest, settings: Settings) -> str:
                     samples.get(prompt.data_source, 1), prompt.samples or 1
                 )
             with stage(what):
-                scores[label] = score_model(folder, prompts, request, settings)
-    estimates = tabulated(
-        scores, averaged=manager is None
-    )  # metrics of one task are no sets to average
+                for figure, sets in score_model(folder, prompts, request, settings).items():
+                    scores.setdefault(figure, {})[label] = sets
+    # Metrics of one task are no sets to average.
+    estimates = {
+        figure: tabulated(of_models, averaged=manager is None)
+        for figure, of_models in scores.items()
+        if len(of_models) == len(scores[MEANS])  # one model may have given no answer
+    }
+    means = estimates.pop(MEANS)
     if request.output:
-        write_json(request.output, {"samples": samples, "scores": estimates})
-    return table(estimates, samples)
+        written = {"samples": samples, "scores": means, "figures": estimates}
+        write_json(request.output, written)
+    tables = [table(means, samples)]
+    tables += [table(each, {}, figure) for figure, each in estimates.items()]
+    return "\n\n".join(tables)
 
 
 def folders(request: EvalRequest, stack: ExitStack) -> Iterator[tuple[str, Path]]:
@@ -147,8 +158,9 @@ def warn_of_ground_truths(prompts: Sequence[Prompt], settings: Settings) -> None
 
 def score_model(
     folder: Path, prompts: Sequence[Prompt], request: EvalRequest, settings: Settings
-) -> Sets:
-    """Return the mean score of each prompt's responses, from an engine with the weights of `folder`."""
+) -> dict[str, Sets]:
+    """Return the figures of each prompt's responses (`qarl.metrics.validation`), from an engine with the weights of
+    `folder`."""
     from transformers import AutoTokenizer
 
     scoring = settings.reward
@@ -176,21 +188,21 @@ def score_model(
             conversations.environment.stop()
     keep = scoring.keep_special_tokens
     texts = response_texts(tokenizer, responses.response_token_ids, keep_special_tokens=keep)
-    grouped: dict[str, dict[int, list[float]]] = {}
     scored = scored_prompts(rows, responses, scoring.names)
     outcomes = scored_responses(reward, scored, texts, timeout_s=scoring.timeout_s)
     reward.stop()
     labels = [part.label for part in scoring.parts]
     for name, value in part_means(outcomes, labels).items():
         say(f"{name} of {folder}: {value:.4g}")
-    scores = [outcome.score for outcome in outcomes]
-    for row, score in zip(rows, scores, strict=True):
-        scores_of_prompts = grouped.setdefault(row.data_source, {})
-        scores_of_prompts.setdefault(row.index, []).append(score)
-    return {
-        name: {index: fmean(scores) for index, scores in rows.items()}
-        for name, rows in grouped.items()
-    }
+    votes = map(vote_of, repeat(scoring.names), texts, outcomes)
+    answers = zip(rows, outcomes, votes, strict=True)
+    return dict(prompt_figures(answers_of(answers)))
+
+
+def answers_of(scored: Iterable[tuple[Prompt, Scored, str | None]]) -> Iterator[Answer]:
+    """Yield the answers to prompts, each with its outcome and its vote."""
+    for row, outcome, vote in scored:
+        yield Answer(row.data_source, row.index, outcome.score, vote)
 
 
 def conversations_in(
@@ -274,10 +286,11 @@ def tabulated(scores: dict[str, Sets], *, averaged: bool = True) -> Estimates:
     return estimates
 
 
-def table(estimates: Estimates, samples: dict[str, int]) -> str:
-    """Return the estimates as a Markdown table in percent."""
+def table(estimates: Estimates, samples: dict[str, int], figure: str = "") -> str:
+    """Return the estimates as a Markdown table in percent. `figure`: what they are estimates of, if not of mean@k."""
     models = [label for label in next(iter(estimates.values())) if label != "prompts"]
-    lines = [f"| set | prompts | mean@ | {' | '.join(models)} |", "|" + "---|" * (3 + len(models))]
+    head = figure or "mean@"
+    lines = [f"| set | prompts | {head} | {' | '.join(models)} |", "|" + "---|" * (3 + len(models))]
     for name, row in estimates.items():
         cells = [name, str(row["prompts"]), str(samples.get(name, ""))]
         for model in models:

@@ -2,7 +2,7 @@
 
 The harness has the tasks, their prompts and metrics. Its model is vLLM on the folder of the export, with the arguments
 of QaRL's engine; unlike that engine it reads the weights from disk. Each document's value of a metric becomes a row of
-the table, so that intervals and differences are those of `qarl.eval.scores`, not the harness's standard errors.
+the table, so that intervals and differences are those of `qarl.metrics.estimates`, not the harness's standard errors.
 """
 
 from __future__ import annotations

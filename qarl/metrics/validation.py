@@ -5,8 +5,16 @@ mean of the data sources, in which each counts once however many prompts it has.
 every backend, and is what `qarl eval` and the papers' tables call the average. With 0/1 rewards the figures are
 accuracies.
 
-With several answers to a prompt, `val/best@N` is the mean over prompts of the best of its N answers, pass@N with 0/1
-rewards. verl's `best@N/mean` draws N of these N answers with replacement, so that it misses some, and is lower.
+With N answers to a prompt there is also, for k = 2, 4, 8, ... below N and for N itself,
+
+    val/best@k   the mean over prompts of the best of k answers, pass@k with 0/1 rewards. It is the exact mean over all
+                 choices of k of the N answers. verl's `best@k/mean` draws k of them with replacement a thousand times,
+                 so it is random and, because it draws some answers twice, lower
+    val/maj@N    the mean over prompts of the reward of the answer that most of the N answers give, if the reward
+                 function says what an answer is (`pred` in its dict, as in verl). Answers that are given as often as
+                 each other count alike; verl takes the first
+
+Each has a 95% interval over prompts (`_low`, `_high`; `qarl.metrics.estimates`).
 
 NaN is not left out: a source of NaN makes the mean NaN, because a mean of the others would look like a result. verl has
 no mean over data sources. Of a source whose prompts have different numbers of answers it has a figure for each number.
@@ -16,46 +24,118 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-Answer = tuple[str, Hashable, float]
-"""Data source, prompt and reward of an answer. A prompt is any value that no other prompt of its data source has."""
+from qarl.metrics.estimates import Estimate, average, interval
+
+
+class Answer(NamedTuple):
+    """An answer to a prompt of a data source, and its reward. `prompt`: any value that no other prompt of its source
+    has. `vote`: what the answer is, as equal text for equal answers; None if that is not known."""
+
+    source: str
+    prompt: Hashable
+    reward: float
+    vote: str | None = None
+
+
+Figures = dict[str, dict[Hashable, float]]
+"""Data source -> prompt -> a figure of its answers."""
 MEAN = "val/accuracy"
 OF_SOURCE = f"{MEAN}/"
 """Begins the metric of a data source. It is only logged if there are several."""
-BEST = "val/best@"
-"""Begins the metric of the best answers, with their number behind it."""
+MEANS = "mean"
+"""The figure that is the mean of a prompt's answers. Its metric is `MEAN`."""
 WEIGHTS = "each data source counts once"
 """How `MEAN` weighs the data sources, in words."""
 
 
 def answers_metrics(answers: Iterable[Answer]) -> dict[str, float]:
     """Return the metrics of an evaluation."""
-    sources: dict[str, dict[Hashable, list[float]]] = {}
-    for source, prompt, reward in answers:
-        rewards = sources.setdefault(source, {}).setdefault(prompt, [])
-        rewards.append(float(reward))
-    metrics = sources_metrics(_figures(sources, mean))
-    for count in sorted({len(rewards) for of in sources.values() for rewards in of.values()}):
-        if count == 1:
-            continue
-        alike = {
-            source: {prompt: rewards for prompt, rewards in of.items() if len(rewards) == count}
-            for source, of in sources.items()
-        }
-        present = {source: of for source, of in alike.items() if of}
-        metrics |= sources_metrics(_figures(present, largest), name=f"{BEST}{count}")
+    metrics: dict[str, float] = {}
+    for name, figures in prompt_figures(answers).items():
+        metric = MEAN if name == MEANS else f"val/{name}"
+        means = {source: mean([*of_prompts.values()]) for source, of_prompts in figures.items()}
+        metrics |= sources_metrics(means, name=metric)
+        estimate = estimated(figures)
+        metrics |= {f"{metric}_low": estimate.low, f"{metric}_high": estimate.high}
     return metrics
 
 
+def estimated(figures: Figures) -> Estimate:
+    """Return the mean of the data sources with its interval, which is NaN if a figure is not finite."""
+    sources = {source: [*of_prompts.values()] for source, of_prompts in figures.items()}
+    if not all(math.isfinite(value) for values in sources.values() for value in values):
+        return Estimate(math.nan, math.nan, math.nan)
+    if len(sources) == 1:
+        return interval(*sources.values())
+    return average(sources)
+
+
+def prompt_figures(answers: Iterable[Answer]) -> dict[str, Figures]:
+    """Return the figures of each prompt: `mean`, and for prompts with several answers `best@k` and `maj@N`."""
+    grouped: dict[str, dict[Hashable, list[Answer]]] = {}
+    for answer in answers:
+        of_source = grouped.setdefault(answer.source, {})
+        of_source.setdefault(answer.prompt, []).append(answer)
+    groups = [group for of in grouped.values() for group in of.values()]
+    if not groups:
+        return {}
+    counts = {*map(len, groups)} - {1}
+    most = max(map(len, groups))
+    figures = {MEANS: _figures(grouped, range(1, most + 1), mean_of)}
+    powers = {2**power for power in range(1, most.bit_length()) if 2**power < most}
+    for k in sorted(counts | powers):
+        figures[f"best@{k}"] = _figures(grouped, range(k, most + 1), _best_of(k))
+    if any(answer.vote is not None for group in groups for answer in group):
+        for count in sorted(counts):
+            figures[f"maj@{count}"] = _figures(grouped, range(count, count + 1), majority)
+    return figures
+
+
 def _figures(
-    sources: Mapping[str, Mapping[Hashable, Sequence[float]]],
-    of_prompt: Callable[[Sequence[float]], float],
-) -> dict[str, float]:
-    """Return the mean over the prompts of each data source of `of_prompt`."""
-    return {
-        source: mean([of_prompt(rewards) for rewards in prompts.values()])
-        for source, prompts in sources.items()
+    grouped: Mapping[str, Mapping[Hashable, Sequence[Answer]]],
+    sizes: range,
+    of_prompt: Callable[[Sequence[Answer]], float],
+) -> Figures:
+    """Return `of_prompt` of each prompt that has as many answers as `sizes` allows."""
+    figures = {
+        source: {prompt: of_prompt(group) for prompt, group in of.items() if len(group) in sizes}
+        for source, of in grouped.items()
     }
+    return {source: of for source, of in figures.items() if of}
+
+
+def mean_of(group: Sequence[Answer]) -> float:
+    """Return the mean reward of the answers to a prompt."""
+    return mean([answer.reward for answer in group])
+
+
+def _best_of(k: int) -> Callable[[Sequence[Answer]], float]:
+    return lambda group: best_of([answer.reward for answer in group], k)
+
+
+def best_of(rewards: Sequence[float], k: int) -> float:
+    """Return the mean, over all choices of `k` of the rewards, of the largest of them."""
+    if any(map(math.isnan, rewards)):
+        return math.nan
+    ascending = sorted(rewards)
+    whole = math.comb(len(ascending), k)
+    shares = [math.comb(below, k - 1) / whole for below in range(len(ascending))]
+    pairs = zip(shares, ascending, strict=True)
+    return sum(share * reward for share, reward in pairs if share)
+
+
+def majority(group: Sequence[Answer]) -> float:
+    """Return the mean reward of the answers that most of the group give, or of all if none has a vote."""
+    rewards: dict[str, list[float]] = {}
+    for answer in group:
+        if answer.vote is not None:
+            rewards.setdefault(answer.vote, []).append(answer.reward)
+    if not rewards:
+        return mean_of(group)
+    most = max(map(len, rewards.values()))
+    return mean([mean(values) for values in rewards.values() if len(values) == most])
 
 
 def sources_metrics(figures: Mapping[str, float], name: str = MEAN) -> dict[str, float]:
@@ -73,11 +153,6 @@ def sources_metrics(figures: Mapping[str, float], name: str = MEAN) -> dict[str,
 def in_words(source: str) -> str:
     """Return a data source's name as it stands in metrics. One of white space alone is quoted, an empty one too."""
     return source if source.strip() else repr(source)
-
-
-def largest(values: Sequence[float]) -> float:
-    """Return the largest value, or NaN if one is NaN."""
-    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def mean(values: Sequence[float]) -> float:

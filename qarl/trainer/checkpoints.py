@@ -19,6 +19,7 @@ import math
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +41,10 @@ from qarl.data.dated_template import fixed_date, written_dates
 from qarl.data.digests import prompts_digest
 from qarl.errors import UserError
 from qarl.metrics.tracker import VERSIONS_FILE, Tracker, read_metrics, versions
+from qarl.metrics.validation import MEAN
 from qarl.quant.convert import tied_names
 from qarl.quant.experts import unstacked
+from qarl.trainer.best_checkpoint import STATE, Best, better
 from qarl.trainer.policy import Policy
 from qarl.trainer.resume import changed_keys, make_newest, version_notes
 
@@ -67,10 +70,13 @@ class Checkpoints:
         self._saved_step = trainer.step
         self._passing: Path | None = None
         """The run's last checkpoint, if the next one replaces it."""
+        self.best: Best | None = None
         if checkpoint is not None:
             with stage(f"restoring {checkpoint.folder}"):
                 restore(trainer, checkpoint)
             self._saved_step = checkpoint.step
+            if trainer.config.trainer.save_best:
+                self.best = Best.of(checkpoint, self.folder)
             if checkpoint.folder.resolve().parent == self.folder.resolve():
                 self._passing = self._passes(
                     checkpoint.folder, checkpoint.step, checkpoint.config["trainer"]
@@ -117,8 +123,11 @@ class Checkpoints:
         `stopped`: whether a signal makes this step the last of this process."""
         extra = self._compare(metrics, tracker)
         self._metrics = metrics | extra
-        if self._due(stopped):
-            extra |= self.save(self._metrics, tracker)
+        best = None
+        if self.trainer.config.trainer.save_best:
+            best = better(metrics, self.trainer.step, self.best)
+        if best is not None or self._due(stopped):
+            extra |= self.save(self._metrics, tracker, best)
         return extra
 
     def stopped(self, tracker: Tracker) -> None:
@@ -136,13 +145,17 @@ class Checkpoints:
         if (
             step == settings.total_training_steps
         ):  # a run that has an older checkpoint replaces it at its end
-            return freq > 0 or self._passing is not None
+            return freq > 0 or self._passing not in (None, self._best_folder)
         return (
             stopped and (freq > 0 or minutes > 0)
         ) or 0 < minutes * 60 <= time.monotonic() - self._saved_at
 
-    def save(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
-        """Write the checkpoint of the current step. If the disk refuses to write, report the error and continue."""
+    def save(
+        self, metrics: dict[str, float], tracker: Tracker, best: Best | None = None
+    ) -> dict[str, float]:
+        """Write the checkpoint of the current step. If the disk refuses to write, report the error and continue.
+
+        `best`: this step, if its evaluation is the best so far."""
         start = time.perf_counter()
         trainer = self.trainer
         settings = self.trainer.config.trainer
@@ -156,7 +169,7 @@ class Checkpoints:
                 weights=forward_weights(trainer.policy),
                 optimizer=trainer.optimizer.state_dict(),
                 rng=rng_state(),
-                state=training_state(trainer, metrics),
+                state=training_state(trainer, metrics, best or self.best),
                 adapter=trainer.policy.adapters.adapter() if trainer.policy.adapters else None,
             )
         except StorageError as error:
@@ -167,9 +180,13 @@ class Checkpoints:
         passing = self._passing
         self._passing = self._passes(folder, trainer.step, settings.model_dump())
         try:
-            if settings.max_ckpt_to_keep is None and passing not in (None, folder):
-                remove_folder(passing)
-            prune(self.folder, settings.max_ckpt_to_keep)
+            former = self._take_best(best, tracker)
+            spared = self._best_folder
+            if settings.max_ckpt_to_keep is None:
+                for old in {passing, former} - {folder, spared}:
+                    if old is not None:
+                        remove_folder(old)
+            prune(self.folder, settings.max_ckpt_to_keep, spared=spared)
         except StorageError as error:
             tracker.message(f"warning: an old checkpoint stays, training continues: {error}")
         seconds = time.perf_counter() - start
@@ -178,6 +195,23 @@ class Checkpoints:
             "checkpoint/seconds": seconds,
             "checkpoint/mbytes": written / 1e6,
         }
+
+    @property
+    def _best_folder(self) -> Path | None:
+        return self.best.folder(self.folder) if self.best else None
+
+    def _take_best(self, best: Best | None, tracker: Tracker) -> Path | None:
+        """Note a new best checkpoint. Return the former one, if nothing else keeps it."""
+        if best is None:
+            return None
+        former = self.best
+        self.best = best
+        best.write(self.trainer.config.run_dir, self.folder)
+        tracker.message(f"step {best.step}: best evaluation so far, {MEAN} {best.accuracy:.4g}")
+        if former is None:
+            return None
+        settings = self.trainer.config.trainer.model_dump()
+        return self._passes(former.folder(self.folder), former.step, settings)
 
     @staticmethod
     def _passes(folder: Path, step: int, settings: Mapping[str, Any]) -> Path | None:
@@ -206,8 +240,10 @@ class Checkpoints:
         return pending
 
 
-def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str, Any]:
-    """Return the part of state.json that describes the run at this step."""
+def training_state(
+    trainer: LocalTrainer, metrics: dict[str, float], best: Best | None = None
+) -> dict[str, Any]:
+    """Return the part of state.json that describes the run at this step. `best`: its best checkpoint."""
     policy = trainer.policy
     return {
         "step": trainer.step,
@@ -225,6 +261,7 @@ def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str
             if trainer.config.actor.old_log_probs == "auto"
             else {}
         ),
+        **({STATE: asdict(best)} if best else {}),
         "train_prompts": prompts_digest(trainer.parts.train_prompts),
         "inputs": trainer.parts.record,
         "weights": tensors_digest(forward_weights(policy)),

@@ -30,12 +30,13 @@ from qarl.data.prompts import Prompt, with_samples
 from qarl.data.response_text import response_texts
 from qarl.data.reward_outcomes import Scored as Outcome
 from qarl.data.scoring import scored_responses
+from qarl.data.votes import vote_of
 from qarl.data.weighted_reward import part_means
 from qarl.kernels.sampling_masks import Truncation
 from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.phase_timer import PhaseTimer, clock_of
 from qarl.metrics.step_metrics import response_metrics
-from qarl.metrics.validation import answers_metrics
+from qarl.metrics.validation import Answer, answers_metrics
 from qarl.objectives import verl_functions
 from qarl.objectives.loss import correction_weights, objective_loss
 from qarl.objectives.metrics import update_metrics
@@ -234,13 +235,16 @@ class LocalTrainer:
     def rewards(self, prompts: Sequence[Prompt], responses: RolloutBatch) -> list[Outcome]:
         """Return the reward of each response, and what the function returned beside it."""
         reward = self.config.reward
-        texts = response_texts(
-            self.tokenizer,
-            responses.response_token_ids,
-            keep_special_tokens=reward.keep_special_tokens,
-        )
         scored = scored_prompts(prompts, responses, reward.names)
+        texts = self.texts(responses)
         return scored_responses(self.parts.reward_fn, scored, texts, timeout_s=reward.timeout_s)
+
+    def texts(self, responses: RolloutBatch) -> list[str]:
+        """Return the text of each response, as the reward reads it."""
+        keep = self.config.reward.keep_special_tokens
+        return response_texts(
+            self.tokenizer, responses.response_token_ids, keep_special_tokens=keep
+        )
 
     def old_log_probs(self, batch: Batch, only: torch.Tensor | None = None) -> torch.Tensor:
         """Return the policy's log-probs before the update, FP32 [B, R]. If `only` is set, all other rows are 0.
@@ -412,10 +416,16 @@ class LocalTrainer:
             sampling = SamplingConfig.of_evaluation(self.config)
             responses = self.sample(prompts, sampling, None if greedy else seeds, phase="eval")
             outcomes = self.rewards(prompts, responses)
-        answers = zip(prompts, outcomes, strict=True)
         parts = part_means(outcomes, self.labels)
+        functions = self.config.reward.names
+        votes = [
+            vote_of(functions, text, outcome)
+            for text, outcome in zip(self.texts(responses), outcomes, strict=True)
+        ]
+        answers = zip(prompts, outcomes, votes, strict=True)
         return {f"val/{name}": value for name, value in parts.items()} | answers_metrics(
-            (prompt.data_source, prompt.index, outcome.score) for prompt, outcome in answers
+            Answer(prompt.data_source, prompt.index, outcome.score, vote)
+            for prompt, outcome, vote in answers
         )
 
     @property

@@ -65,7 +65,7 @@ _VALIDATION = _keys(rollout="val_temperature val_n", data="val_files")
 _LENGTH = "trainer.total_training_steps"
 _FREE = {"name", "output_dir", "dry_run", "plugins"} | _keys(
     trainer="total_training_steps test_freq val_before_train val_max_prompts logger progress plots report save_final "
-    "save_freq save_minutes max_ckpt_to_keep resume_mode resume_from_path",
+    "save_freq save_minutes save_best max_ckpt_to_keep resume_mode resume_from_path",
     rollout="rebuild_on_failure",
     quant="mismatch_limit",
     reward="timeout_s workers check_ground_truths",
@@ -234,6 +234,8 @@ def start_line(config: Config, checkpoint: tuple[Path, int] | None, fresh: str) 
         when += [f"every {trainer.save_minutes:g} minutes"] + ["at Ctrl-C"] * (
             config.backend == "local"
         )
+    if trainer.save_best:
+        when.append("after the best evaluation")
     if config.backend == "verl" and not when and trainer.save_final:
         when = ["only after the last step (trainer.save_freq=N saves earlier)"]
     saves = ", ".join(when) or "never, so this run cannot resume (trainer.save_freq=N)"

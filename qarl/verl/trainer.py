@@ -47,7 +47,7 @@ from verl.utils.debug import marked_timer
 from qarl.checkpoint.run_folder import RunFolder
 from qarl.checkpoint.storage import write_json
 from qarl.data.weighted_reward import PREFIX
-from qarl.metrics.validation import answers_metrics
+from qarl.metrics.validation import Answer, answers_metrics
 from qarl.progress import live
 from qarl.step.old_log_probs import (
     PassSchedule,
@@ -344,7 +344,10 @@ class QaRLTrainerSync(PPOTrainerSync):
             for name, values in reward_extra_infos_dict.items()
             if name.startswith(PREFIX)
         }
-        return metrics | answers_metrics(zip(data_sources, sample_uids, figures, strict=True))
+        said = reward_extra_infos_dict.get("pred", [None] * len(figures))
+        votes = [None if vote is None else str(vote) for vote in said]
+        answers = map(Answer, data_sources, sample_uids, figures, votes)
+        return metrics | answers_metrics(answers)
 
     def _save_checkpoint(self) -> None:
         self._check_run_folder()

@@ -49,7 +49,7 @@ GRPO = [
     "rollout_correction.rollout_is_mode=clip", "rollout_correction.rollout_rs=[seq_mean_k1]",
     "rollout_correction.rollout_rs_threshold=[9]", "rollout_correction.veto_threshold=1e-9", "optim.name=muon",
     "optim.lr_scheduler_type=cosine", "rollout.rebuild_on_failure=true", "trainer.save_freq=1",
-    "trainer.total_training_steps=2", "trainer.test_freq=1",
+    "trainer.total_training_steps=2", "trainer.test_freq=1", "trainer.save_best=true",
 ]  # fmt: skip
 RUNS = (
     ["actor.old_log_probs=auto"],
@@ -259,6 +259,7 @@ NOT_VERL: dict[str, tuple[Any, dict[str, Any]]] = {
     "reward.overlong_buffer_len": (3, {}),
     "reward.overlong_penalty_factor": (0.5, {"reward.overlong_buffer_len": 3}),
     "actor.mask_truncated_responses": (True, {}),
+    "trainer.save_best": (True, {"trainer.test_freq": 1}),
     "actor.use_kl_loss": (True, {}),
     "actor.kl_loss_coef": (2.0, {"actor.use_kl_loss": True}),
 }

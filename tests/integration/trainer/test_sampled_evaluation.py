@@ -44,8 +44,11 @@ def test_sampled_answers_of_an_evaluation(tmp_path: Path) -> None:
         trainer.publish()
         first = trainer.evaluate()
         assert asked == [24]
-        assert {*first} == {"val/accuracy", "val/best@4"}
-        assert first["val/best@4"] > first["val/accuracy"] > 0
+        names = {"val/accuracy", "val/best@2", "val/best@4", "val/maj@4"}
+        assert {*first} == {f"{name}{end}" for name in names for end in ("", "_low", "_high")}
+        assert first["val/best@4"] > first["val/best@2"] > first["val/accuracy"] > 0
+        assert 0 < first["val/accuracy_low"] < first["val/accuracy"] < first["val/accuracy_high"]
+        assert first["val/maj@4"] <= first["val/best@4"]
         trainer.step += 1
         assert trainer.evaluate() == first
         other = config(tmp_path, f"data.val_files=[{own}]", "rollout.val_temperature=1.0")

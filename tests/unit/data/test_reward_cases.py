@@ -30,13 +30,14 @@ def in_local(spec: str, keys: RewardConfig) -> list[float]:
     """As a step scores its responses, whose tokens are here their indices."""
     texts = SimpleNamespace(batch_decode=lambda ids, **_: [RESPONSES[i] for i in ids])
     reward = find_reward(spec, keys.workers)
-    run = SimpleNamespace(
+    run: Any = SimpleNamespace(
+        texts=lambda responses: LocalTrainer.texts(run, responses),
         tokenizer=texts,
         parts=SimpleNamespace(reward_fn=reward),
         config=SimpleNamespace(reward=keys),
     )
     tokens: Any = SimpleNamespace(response_token_ids=range(len(RESPONSES)), conversations=None)
-    outcomes = LocalTrainer.rewards(run, ROWS, tokens)  # type: ignore[arg-type]  # a stub of the trainer
+    outcomes = LocalTrainer.rewards(run, ROWS, tokens)
     return [outcome.score for outcome in outcomes]
 
 

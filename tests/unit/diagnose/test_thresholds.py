@@ -1,4 +1,4 @@
-"""Thresholds, shares and their intervals, by hand and against `qarl.eval.scores`, which was written for accuracies."""
+"""Thresholds, shares and their intervals, by hand and against `qarl.metrics.estimates`, which is for accuracies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from qarl.diagnose import thresholds
 from qarl.diagnose.thresholds import Sample, propose, rounded_up, share_above, threshold
-from qarl.eval.scores import interval
+from qarl.metrics.estimates import interval
 
 
 def of_prompts(*values: list[float]) -> Sample:

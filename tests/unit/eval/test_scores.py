@@ -18,7 +18,7 @@ from qarl.errors import UserError
 from qarl.eval import evaluate
 from qarl.eval.arguments import EvalRequest, settings_of
 from qarl.eval.evaluate import folders, table, tabulated
-from qarl.eval.scores import Z, average, differences, interval, normal, standard_error
+from qarl.metrics.estimates import Z, average, differences, interval, normal, standard_error
 
 
 @pytest.mark.parametrize(("mean", "responses"), [(0.5, 1), (0.9, 1), (0.98, 1), (0.4, 8)])
@@ -81,7 +81,7 @@ def test_a_run_lends_its_settings_and_arguments_win(tmp_path: Path) -> None:
     own = settings_of(EvalRequest(config.run_dir))
     assert (
         own.files == tuple(config.data.val_files)
-        and own.reward == "arithmetic"
+        and own.reward == config.reward
         and own.max_response_length == 80
     )
     given = settings_of(
@@ -113,7 +113,7 @@ def test_a_run_lends_its_settings_and_arguments_win(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be scored"):
         settings_of(EvalRequest(export))
     (export / "config.json").write_text("{}")
-    assert settings_of(EvalRequest(export, files="a.jsonl")).reward == "math_verify"
+    assert settings_of(EvalRequest(export, files="a.jsonl")).reward.function == "math_verify"
     for wrong, message in (
         (EvalRequest(export), "no file with prompts"),
         (EvalRequest(export, "bf16"), "need the folder"),

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qarl.checkpoint.storage import json_safe
+from qarl.data.reward_outcomes import Scored
+from qarl.data.votes import vote_of
+from qarl.metrics.estimates import average, interval
 from qarl.metrics.summary import summarize
 from qarl.metrics.tracker import read_metrics
-from qarl.metrics.validation import answers_metrics, sources_metrics
+from qarl.metrics.validation import Answer, answers_metrics, best_of, majority, sources_metrics
 
 STEP = {"timing_s/step": 3.0}
 
 
+def plain(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics without their intervals."""
+    return {name: v for name, v in metrics.items() if not name.endswith(("_low", "_high"))}
+
+
+def of(rows: Iterable[tuple[Any, ...]]) -> dict[str, float]:
+    return answers_metrics(itertools.starmap(Answer, rows))
+
+
 def test_each_prompt_counts_once_in_its_source_and_each_source_once_in_the_mean():
-    answers = [
+    answers: list[tuple[Any, ...]] = [
         ("aime", 0, 1.0),
         ("aime", 0, 0.0),
         ("aime", 0, 0.0),
@@ -26,33 +41,122 @@ def test_each_prompt_counts_once_in_its_source_and_each_source_once_in_the_mean(
         ("aime", 1, 1.0),
     ]
     answers += [("math", 0, 1.0)] * 4 + [("math", row, 0.0) for row in range(1, 10)]
-    assert answers_metrics(answers) == {
+    assert plain(of(answers)) == {
         "val/accuracy": (0.625 + 0.1) / 2,
         "val/accuracy/aime": (0.25 + 1.0) / 2,
         "val/accuracy/math": 0.1,
+        "val/best@2": (0.5 + 1.0) / 2,
+        "val/best@2/aime": 0.5,
+        "val/best@2/math": 1.0,
         "val/best@4": 1.0,
         "val/best@4/aime": 1.0,
         "val/best@4/math": 1.0,
     }
-    assert answers_metrics([("math", row, float(row < 3)) for row in range(4)]) == {
-        "val/accuracy": 0.75
-    }
-    assert answers_metrics([]) == {}
+    assert plain(of(("math", row, float(row < 3)) for row in range(4))) == {"val/accuracy": 0.75}
+    assert of([]) == {}
 
 
 def test_the_best_of_several_answers():
     """Of prompts with as many answers only; NaN is not left out."""
-    answers = [("aime", prompt, reward) for prompt in range(2) for reward in (0.0, prompt, 0.25)]
+    answers: list[tuple[Any, ...]] = [
+        ("aime", prompt, reward) for prompt in range(2) for reward in (0.0, prompt, 0.25)
+    ]
     answers += [("math", 0, 0.5), ("amc", 0, 0.0), ("amc", 0, 0.0), ("amc", 0, 0.5)]
-    metrics = answers_metrics(answers)
+    metrics = of(answers)
     assert metrics["val/best@3/aime"] == (0.25 + 1.0) / 2
     assert metrics["val/best@3/amc"] == 0.5
     assert metrics["val/best@3"] == (0.625 + 0.5) / 2
     assert not any(
         name.startswith("val/best@1") or name.endswith("math") for name in metrics if "best" in name
     )
-    undefined = answers_metrics([("aime", 0, math.nan), ("aime", 0, 1.0)])
-    assert math.isnan(undefined["val/best@2"])
+    undefined = of([("aime", 0, math.nan), ("aime", 0, 1.0)])
+    assert math.isnan(undefined["val/best@2"]) and math.isnan(undefined["val/best@2_low"])
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 8])
+def test_the_best_of_k_is_the_mean_over_all_choices(count: int) -> None:
+    rewards = [(7 * i % 5) / 4 for i in range(count)]
+    for k in range(1, count + 1):
+        choices = [max(choice) for choice in itertools.combinations(rewards, k)]
+        assert best_of(rewards, k) == pytest.approx(sum(choices) / len(choices), abs=1e-12)
+
+
+@pytest.mark.verl
+def test_verls_best_of_n_is_lower_as_it_draws_answers_twice() -> None:
+    """Of k = 1 both are the mean. verl draws 4 of 4 with replacement: a right one of four is missed with 0.75**4."""
+    pytest.importorskip("verl")
+    from verl.trainer.ppo.metric_utils import process_validation_metrics
+
+    infos = {"reward": [0.0, 0.0, 1.0, 0.0]}
+    theirs = process_validation_metrics(["a"] * 4, ["u"] * 4, infos)["a"]["reward"]
+    assert theirs["mean@4"] == best_of(infos["reward"], 1) == 0.25
+    # A thousand draws have a standard error of 0.015.
+    assert theirs["best@4/mean"] == pytest.approx(1 - 0.75**4, abs=0.06)
+    assert best_of(infos["reward"], 4) == 1.0
+
+
+VOTES = [
+    ([("3", 1.0), ("4", 0.0), ("3", 1.0)], 1.0),
+    ([("3", 1.0), ("4", 0.0), ("4", 0.0)], 0.0),
+    ([("3", 1.0), ("4", 0.0), ("5", 0.5)], 0.5),
+    ([("3", 1.0), (None, 0.0), (None, 0.0)], 1.0),
+    ([(None, 1.0), (None, 0.0), (None, 0.5)], 0.5),
+]
+"""Answers with their rewards, and the reward of the majority."""
+
+
+@pytest.mark.parametrize(("votes", "expected"), VOTES)
+def test_the_majority(votes: list[tuple[str | None, float]], expected: float) -> None:
+    group = [Answer("a", 0, reward, vote) for vote, reward in votes]
+    assert majority(group) == expected
+    metrics = answers_metrics(group)
+    assert metrics.get("val/maj@3", "none") == (
+        expected if any(vote for vote, _ in votes) else "none"
+    )
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize("seed", range(4))
+def test_verls_majority_is_the_same_without_ties(seed: int) -> None:
+    pytest.importorskip("verl")
+    from verl.trainer.ppo.metric_utils import calc_maj_val
+
+    draw = random.Random(seed)
+    votes = [draw.choice("abc") for _ in range(9)] + ["a"] * 5
+    group = [Answer("s", 0, float(vote == "a"), vote) for vote in votes]
+    theirs = [{"pred": answer.vote, "val": answer.reward} for answer in group]
+    assert majority(group) == calc_maj_val(theirs, "pred", "val")
+
+
+def test_intervals_are_those_of_an_evaluation() -> None:
+    rewards = [0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+    metrics = of(("a", i, reward) for i, reward in enumerate(rewards))
+    estimate = interval(rewards)
+    assert (metrics["val/accuracy_low"], metrics["val/accuracy_high"]) == (
+        estimate.low,
+        estimate.high,
+    )
+    two = of(
+        [("a", i, reward) for i, reward in enumerate(rewards)] + [("b", 0, 1.0), ("b", 1, 0.0)]
+    )
+    both = average({"a": rewards, "b": [1.0, 0.0]})
+    assert (two["val/accuracy_low"], two["val/accuracy_high"]) == (both.low, both.high)
+
+
+@pytest.mark.parametrize(
+    ("functions", "text", "more", "vote"),
+    [
+        (["arithmetic"], "1 + 2 = 03", None, "3"),
+        (["arithmetic"], "none", None, None),
+        (["math_verify"], r"so \boxed{ 3\%. } or 4", None, "3%"),
+        (["math_verify"], "it is 1,000", None, "1000"),
+        (["own.py:f"], "3", None, None),
+        (["own.py:f"], "3", {"pred": 7}, "7"),
+        (["own.py:f", "arithmetic"], "3", {"pred": None}, "3"),
+    ],
+)
+def test_votes(functions: list[str], text: str, more: Any, vote: str | None) -> None:
+    assert vote_of(functions, text, Scored(1.0, more)) == vote
 
 
 def test_the_best_of_two_is_not_that_of_four():

@@ -57,7 +57,7 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
         monkeypatch.setattr(checkpointing, "time", clock)
         monkeypatch.setattr(checkpointing, "save_checkpoint", save)
         monkeypatch.setattr(checkpointing, "forward_weights", lambda policy: [])
-        monkeypatch.setattr(checkpointing, "training_state", lambda trainer, metrics: {})
+        monkeypatch.setattr(checkpointing, "training_state", lambda *_: {})
         monkeypatch.setattr(
             checkpointing, "restore", lambda trainer, saved: setattr(trainer, "step", saved.step)
         )

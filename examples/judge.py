@@ -65,10 +65,10 @@ def score(answer: str, truth: Any) -> float:
     problem: Exception | None = None
     for _ in range(TRIES):
         try:
-            said = reply(question)
-            number = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\D*", said)
+            text = reply(question)
+            number = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\D*", text)
             if number is None or float(number[1]) > 10:
-                raise ValueError(f"the judge said {said[:80]!r} instead of a number from 0 to 10")
+                raise ValueError(f"the judge said {text[:80]!r} instead of a number from 0 to 10")
             return float(number[1]) / 10
         except (OSError, ValueError) as error:
             problem = error

@@ -14,12 +14,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from qarl.config.errors import Problem
+from qarl.config import response_checks
+from qarl.config.errors import Problem, bad, items
 from qarl.config.ignored_layers import is_ignored
 from qarl.config.level import Level
 from qarl.config.objectives import get_objective
 from qarl.config.optimizers import get_optimizer
-from qarl.config.types import TURN_REWARDS
 from qarl.config.unused_keys import STEPS, WARMUP, warmup_exceeds
 from qarl.schemes import get_scheme
 from qarl.schemes.kernel_choice import KernelChoice
@@ -41,11 +41,6 @@ def check(values: Values) -> list[Problem]:
         with suppress(KeyError):
             problems.extend(function(values))
     return problems
-
-
-def bad(v: Values, key: str, reason: str, fix: str) -> Problem:
-    """Return the problem that the value of `key` has."""
-    return Problem(key, v[key], reason, fix)
 
 
 def averages_over_responses(v: Values) -> Problems:
@@ -120,8 +115,8 @@ def rollouts_log_probs_hide_the_mismatch(v: Values) -> Problems:
 def rejections_have_thresholds(v: Values) -> Problems:
     loss = v["actor.loss"]
     key = f"{_RS}_threshold"
-    options = _items(v[_RS])
-    upper = _items(v[key])
+    options = items(v[_RS])
+    upper = items(v[key])
     lower = v[f"{key}_lower"]
     of_tokens = any(option.startswith("token_") for option in options)
     if of_tokens and get_objective(loss).ratio_of_response:
@@ -214,7 +209,7 @@ def kernels_have_something_to_do(v: Values) -> Problems:
 
 def lm_head_stays(v: Values) -> Problems:
     key = "quant.ignore"
-    if get_scheme(v["quant.scheme"]).quantized and not is_ignored("lm_head", _items(v[key])):
+    if get_scheme(v["quant.scheme"]).quantized and not is_ignored("lm_head", items(v[key])):
         reason = "lm_head would be quantized, but with a quantized lm_head vLLM returns wrong results without an error"
         yield bad(v, key, reason, "add lm_head to the list")
 
@@ -372,67 +367,11 @@ def adapters_are_served(v: Values) -> Problems:
     if alpha is not None and math.frexp(alpha / rank)[0] != 0.5:
         reason = f"alpha / r = {alpha / rank:g} is not a power of two, so vLLM would round B * alpha / r to BF16"
         yield bad(v, "lora.alpha", reason, f"set it to {rank}, or to {rank} times a power of two")
-    targets = _items(v["lora.target_modules"])
+    targets = items(v["lora.target_modules"])
     for name in ("lm_head", "embed_tokens"):
         if name in targets:
             reason = f"vLLM leaves adapters of {name} out of some log-probs (vllm#51594)"
             yield bad(v, "lora.target_modules", reason, f"remove {name}")
-
-
-def responses_can_end(v: Values) -> Problems:
-    key = "rollout.min_tokens"
-    limit = v["data.max_response_length"]
-    if v[key] >= limit:
-        reason = f"a response has at most data.max_response_length = {limit} tokens, so none could end by itself"
-        yield bad(v, key, reason, f"set it below {limit}")
-    elif v[key] and v["backend"] == "verl":
-        reason = (
-            "the engine leaves the tokens that end a response out of its first tokens, but the log-probs of verl's "
-            "trainer are over the whole vocabulary"
-        )
-        yield bad(v, key, reason, "set it to 0, or set backend=local")
-
-
-def reward_functions(v: Values) -> list[str]:
-    """Return the names of the functions whose scores are added."""
-    several = [entry["function"] for entry in _items(v["reward.functions"])]
-    return several or [v["reward.function"]]
-
-
-def rewards_have_names(v: Values) -> Problems:
-    key = "reward.functions"
-    labels = [entry.get("name") or entry["function"].rpartition(":")[2] for entry in _items(v[key])]
-    if twice := [label for label in labels if labels.count(label) > 1]:
-        reason = f"two functions are called {twice[0]}, and each has a metric of its own"
-        yield bad(v, key, reason, "give them different names, as in {function: ..., name: other}")
-    if v[key] and not any(entry.get("weight", 1.0) for entry in _items(v[key])):
-        yield bad(v, key, "all weights are 0, so there is nothing to learn", "give one a weight")
-
-
-def the_punishment_begins_within_the_response(v: Values) -> Problems:
-    key = "reward.overlong_buffer_len"
-    limit = v["data.max_response_length"]
-    if v[key] is not None and v[key] > limit:
-        reason = f"a response has at most data.max_response_length = {limit} tokens"
-        yield bad(v, key, reason, f"set it to at most {limit}; DAPO takes a fifth")
-
-
-def conversations_have_an_environment(v: Values) -> Problems:
-    key = "rollout.environment"
-    longest = "multi_turn.max_turn_length"
-    if v[key] is None:
-        of_turns = [name for name in reward_functions(v) if name in TURN_REWARDS]
-        if of_turns:
-            reason = (
-                f"{of_turns[0]} is the sum of the rewards of rollout.environment, which is not set"
-            )
-            where = "reward.functions" if v["reward.functions"] else "reward.function"
-            yield bad(v, where, reason, f"set {key}, or choose another function")
-        return
-    limit = v["data.max_response_length"]
-    if v[longest] is not None and v[longest] > limit:
-        reason = f"a whole conversation has data.max_response_length = {limit} tokens"
-        yield bad(v, longest, reason, f"set it to at most {limit}, or to null")
 
 
 _CHECKS: tuple[Callable[[Values], Problems], ...] = (
@@ -456,12 +395,5 @@ _CHECKS: tuple[Callable[[Values], Problems], ...] = (
     fp16_is_unquantized,
     bf16_masters_are_rounded,
     adapters_are_served,
-    responses_can_end,
-    rewards_have_names,
-    the_punishment_begins_within_the_response,
-    conversations_have_an_environment,
+    *response_checks.CHECKS,
 )
-
-
-def _items(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]

@@ -171,3 +171,13 @@ def key_of(loc: Sequence[int | str]) -> str:
     for part in loc:
         key += f"[{part}]" if isinstance(part, int) else f"{'.' if key else ''}{part}"
     return key
+
+
+def bad(v: Mapping[str, Any], key: str, reason: str, fix: str) -> Problem:
+    """Return the problem that the value of `key` has."""
+    return Problem(key, v[key], reason, fix)
+
+
+def items(value: Any) -> list[Any]:
+    """Return the entries of a list, or a single value as one."""
+    return list(value) if isinstance(value, list | tuple) else [value]

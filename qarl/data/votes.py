@@ -26,7 +26,7 @@ READERS: dict[str, Callable[[str], str | None]] = {
 
 def vote_of(functions: Sequence[str], text: str, outcome: Scored) -> str | None:
     """Return the answer in a response's `text`, or None if it is not known. `functions`: the run's reward functions."""
-    said = (outcome.more or {}).get("pred")
-    if said is not None:
-        return str(said)
+    answer = (outcome.more or {}).get("pred")
+    if answer is not None:
+        return str(answer)
     return next((READERS[name](text) for name in functions if name in READERS), None)

@@ -344,8 +344,8 @@ class QaRLTrainerSync(PPOTrainerSync):
             for name, values in reward_extra_infos_dict.items()
             if name.startswith(PREFIX)
         }
-        said = reward_extra_infos_dict.get("pred", [None] * len(figures))
-        votes = [None if vote is None else str(vote) for vote in said]
+        known = reward_extra_infos_dict.get("pred", [None] * len(figures))
+        votes = [None if vote is None else str(vote) for vote in known]
         answers = map(Answer, data_sources, sample_uids, figures, votes)
         return metrics | answers_metrics(answers)
 

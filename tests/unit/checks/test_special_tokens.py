@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qarl.checks.special_tokens import special_tokens, special_tokens_unseen
+from qarl.config.reward import RewardConfig
 from qarl.data.response_text import response_texts
 
 MESSAGES = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
@@ -42,9 +43,7 @@ def warnings(folder: Path, source: str | None, kept: bool, **kinds: Any) -> list
     if function.startswith("def "):
         function = f"{folder}/mine.py:score"
     made = tokenizer(**kinds)
-    config: Any = SimpleNamespace(
-        reward=SimpleNamespace(function=function, keep_special_tokens=kept)
-    )
+    config: Any = SimpleNamespace(reward=RewardConfig(function=function, keep_special_tokens=kept))
     chat: Any = made.apply_chat_template(
         [{"role": "user", "content": "8"}], add_generation_prompt=True, return_dict=False
     )

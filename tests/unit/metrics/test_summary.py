@@ -163,7 +163,7 @@ def test_the_best_of_two_is_not_that_of_four():
     """Of two prompts with two answers one has a right one, and so have both with four."""
     answers = [("amc", 0, 1.0), ("amc", 0, 0.0), ("amc", 1, 0.0), ("amc", 1, 0.0)]
     answers += [("amc", prompt, float(place == 3)) for prompt in (2, 3) for place in range(4)]
-    metrics = answers_metrics(answers)
+    metrics = of(answers)
     assert metrics["val/best@2"] == 0.5
     assert metrics["val/best@4"] == 1.0
     assert metrics["val/accuracy"] == (0.5 + 0.0 + 0.25 + 0.25) / 4

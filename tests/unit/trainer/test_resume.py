@@ -240,7 +240,8 @@ DECIDES = """
     seed backend verl model.path model.dtype model.head_dtype data.train_files data.train_batch_size
     data.max_prompt_length data.max_response_length data.shuffle data.prompt_key data.filter_overlong_prompts
     data.apply_chat_template_kwargs filter_groups.enable filter_groups.max_num_gen_batches
-    reward.function reward.keep_special_tokens reward.overlong_buffer_len reward.overlong_penalty_factor
+    rollout.stop rollout.stop_token_ids rollout.min_tokens reward.function reward.functions
+    reward.keep_special_tokens reward.overlong_buffer_len reward.overlong_penalty_factor
     actor.mask_truncated_responses rollout.n rollout.temperature rollout.top_p rollout.top_k
     rollout.environment multi_turn.max_assistant_turns multi_turn.max_tool_response_length
     multi_turn.tool_response_truncate_side multi_turn.max_turn_length

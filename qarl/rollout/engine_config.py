@@ -223,6 +223,10 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
         "top_k": top_k,
     }
     where = ", ".join(f"rollout.{name}={value}" for name, value in asked.items())
+    ends: dict[str, Any] = {}
+    if sampling.stop or sampling.stop_token_ids or sampling.min_tokens:
+        ends = {"stop": [*sampling.stop], "stop_token_ids": [*sampling.stop_token_ids]}
+        ends["min_tokens"] = min(sampling.min_tokens, sampling.max_tokens)
     try:
         params = SamplingParams(
             **asked,
@@ -233,9 +237,7 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
             skip_clone=True,  # nobody else has these parameters
             detokenize=bool(sampling.stop),
             ignore_eos=sampling.ignore_eos,
-            stop=list(sampling.stop),
-            stop_token_ids=list(sampling.stop_token_ids),
-            min_tokens=min(sampling.min_tokens, sampling.max_tokens),
+            **ends,
         )
     except Exception as error:
         if not is_refusal(error):

@@ -70,7 +70,7 @@ RUNS = (
         "rollout.val_temperature=0.5",
         "rollout.val_n=2",
         "rollout.stop=x",
-        "rollout.stop_token_ids=[3]",
+        "rollout.stop_token_ids=[1]",
         "rollout.min_tokens=1",
     ],
     GRPO,

@@ -174,7 +174,7 @@ def test_responses_of_other_weights_are_not_trained_on(asking, version):
 
 def test_every_response_is_asked_for_with_a_seed_and_evaluations_are_greedy(asking):
     asking.rollout()
-    assert asking.evaluate() == {"val/accuracy": 0.5}
+    assert asking.evaluate()["val/accuracy"] == 0.5
     (prompts, sampling, seeds), (held_out, greedy, _) = asking.asked
     assert prompts == [[5, 6], [5, 6], [5, 7], [5, 7]] and len(set(seeds)) == 4
     assert sampling.temperature == 0.7
@@ -203,4 +203,4 @@ def test_the_text_that_a_reward_gets(asking, tmp_path, keys, text):
         "same", lambda solution_str, **_: float(solution_str == text)
     )
     assert asking.rollout()[0].rewards.tolist() == [1.0] * 4
-    assert asking.evaluate() == {"val/accuracy": 1.0}
+    assert asking.evaluate()["val/accuracy"] == 1.0

@@ -13,7 +13,7 @@ This departs from that paper, which varies the GPUs, too: a command has one mach
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from statistics import fmean, median, stdev
 from typing import Any
@@ -23,7 +23,7 @@ from qarl.config import Config
 from qarl.console import say
 from qarl.diagnose.arguments import GreedyRequest
 from qarl.errors import UserError
-from qarl.metrics.validation import MEAN, answers_metrics
+from qarl.metrics.validation import MEAN, Answer, answers_metrics
 from qarl.rollout.engine_config import SamplingConfig
 from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.local import LocalTrainer
@@ -81,15 +81,15 @@ def std_at_acc(accuracies: Sequence[float]) -> float:
 def answer(trainer: LocalTrainer, batch_size: int) -> Answers:
     """Answer the validation prompts, `batch_size` of them at a time, always by the likeliest token."""
     prompts = list(trainer.parts.val_prompts)
-    sampling = SamplingConfig(trainer.config.data.max_response_length, temperature=0.0)
+    sampling = replace(SamplingConfig.of_evaluation(trainer.config), temperature=0.0)
     parts = [
         trainer.sample(prompts[start : start + batch_size], sampling, phase="eval")
         for start in range(0, len(prompts), batch_size)
     ]
     responses = RolloutBatch.joined(parts)
-    rewards = trainer.rewards(prompts, responses)
+    rewards = [outcome.score for outcome in trainer.rewards(prompts, responses)]
     figures = answers_metrics(
-        (prompt.data_source, prompt.index, reward)
+        Answer(prompt.data_source, prompt.index, reward)
         for prompt, reward in zip(prompts, rewards, strict=True)
     )
     return Answers(batch_size, rewards, responses.response_token_ids, figures[MEAN])

@@ -16,14 +16,15 @@ import numpy as np
 from qarl.metrics.bars import BARS, Entries, plot_bars, save_png
 from qarl.metrics.series import series
 from qarl.metrics.tracker import read_metrics
-from qarl.metrics.validation import MEAN, OF_SOURCE
+from qarl.metrics.validation import ENDS, MEAN, OF_SOURCE
 
 
 @dataclass(frozen=True)
 class Chart:
     """A chart of lines: metric -> label. A chart whose metrics were not logged is left out.
 
-    `each`: every metric whose name begins with this has a line, too, with the rest of its name as the label. `file`:
+    `each`: every metric whose name begins with this has a line, too, with the rest of its name as the label, but not
+    the ends of intervals. `file`:
     name of its PNG; empty if only the report has it. `smooth`: each step is a faint line, and the trailing mean a bold
     one. `fraction`: the axis is from 0 to 1."""
 
@@ -40,7 +41,9 @@ class Chart:
         """Return metric -> label of the chart's lines in a run that logged the metrics `names`."""
         lines = dict(self.lines)
         if self.each:
-            found = [name for name in names if name.startswith(self.each)]
+            logged = set(names)
+            intervals = {f"{name}{end}" for name in logged for end in ENDS}
+            found = [name for name in sorted(logged - intervals) if name.startswith(self.each)]
             lines |= {name: name.removeprefix(self.each) for name in found}
         return lines
 
@@ -54,6 +57,9 @@ CHARTS = (
         smooth=True,
     ),
     Chart("Held-out accuracy", "mean reward", {MEAN: "accuracy"}, each=OF_SOURCE, file="accuracy"),
+    Chart("Held-out: best of K answers", "mean reward", {}, each="val/best@"),
+    Chart("Held-out: answer that most of N give", "mean reward", {}, each="val/maj@"),
+    Chart("Scores of the reward functions", "mean score", {}, each="rewards/", smooth=True),
     Chart(
         "Mismatch: k3 KL(rollout‖trainer)",
         "nats per token",

@@ -46,6 +46,8 @@ OF_SOURCE = f"{MEAN}/"
 """Begins the metric of a data source. It is only logged if there are several."""
 MEANS = "mean"
 """The figure that is the mean of a prompt's answers. Its metric is `MEAN`."""
+ENDS = ("_low", "_high")
+"""End the metrics that are the ends of a figure's interval."""
 WEIGHTS = "each data source counts once"
 """How `MEAN` weighs the data sources, in words."""
 
@@ -58,7 +60,8 @@ def answers_metrics(answers: Iterable[Answer]) -> dict[str, float]:
         means = {source: mean([*of_prompts.values()]) for source, of_prompts in figures.items()}
         metrics |= sources_metrics(means, name=metric)
         estimate = estimated(figures)
-        metrics |= {f"{metric}_low": estimate.low, f"{metric}_high": estimate.high}
+        ends = (estimate.low, estimate.high)
+        metrics |= {f"{metric}{end}": value for end, value in zip(ENDS, ends, strict=True)}
     return metrics
 
 

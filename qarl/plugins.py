@@ -68,6 +68,13 @@ def _load(plugin: str) -> None:
         ) from error
     except Exception as error:
         location = _location(error)
+        if plugin.endswith(".py") and not Path(plugin).is_file():
+            raise UserError(
+                f"there is no plugin {plugin}",
+                where="plugins",
+                why="a run needs its plugins also when it is resumed, scored or diagnosed",
+                fix="put the file back, or name where it is: plugins=[FILE.py]",
+            ) from error
         fix = "give files that end in .py, or modules that this Python environment can import"
         if location or isinstance(error, SyntaxError):
             fix = "correct the plugin, or install what it imports"

@@ -103,9 +103,11 @@ def _local(path: str) -> Path:
     try:
         return Path(snapshot_download(path, local_files_only=True))
     except Exception as error:  # the Hub's client raises different types
-        fix = "run qarl export where the run was, or download the model there again"
         raise UserError(
-            f"the base {path} is not on this machine", why=str(error).splitlines()[0], fix=fix
+            f"the base {path} is not on this machine",
+            where="model.path of the run",
+            why=f"there is no folder {Path(path).absolute()}, and the Hub's cache has no model of this name",
+            fix="repeat the command in the folder in which the run was started, or put the model back",
         ) from error
 
 

@@ -83,7 +83,7 @@ def test_a_process_that_reads_no_config_has_them_too(tmp_path):
 @pytest.mark.parametrize(
     ("source", "names", "said"),
     [
-        (None, ["missing.py"], "FileNotFoundError"),
+        (None, ["missing.py"], "there is no plugin"),
         ("1 / 0", ["broken.py"], "ZeroDivisionError"),
         ("x =", ["broken.py"], "SyntaxError"),
         (None, ["no.such.module"], "No module named"),
@@ -154,3 +154,10 @@ def test_a_name_without_its_plugin():
     for key in ("actor.loss", "optim.name", "quant.scheme"):
         with pytest.raises(UserError, match=r"plugins=\[FILE.py\]"):
             load_config(["config=run.yaml", f"{key}=mine"])
+
+
+def test_a_plugin_that_is_gone(tmp_path):
+    """Its name is right, so the advice is not about names."""
+    with pytest.raises(UserError, match=rf"there is no plugin {tmp_path / 'gone.py'}") as error:
+        load_config(["config=run.yaml", "plugins=[gone.py]"])
+    assert error.value.fix.startswith("put the file back")

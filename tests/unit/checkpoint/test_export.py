@@ -7,6 +7,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,6 +150,19 @@ def test_the_adapter_of_a_verl_run_has_its_factor(tmp_path, monkeypatch, alpha, 
     adapter = trained.adapter
     assert (adapter.r, adapter.targets, adapter.base) == (8, ("q_proj",), "base")
     assert adapter.factor == factor
+
+
+def test_an_adapter_whose_base_is_gone(tmp_path, monkeypatch):
+    """A folder that has moved is no matter of the Hub, whose client says how to switch its network on."""
+    monkeypatch.chdir(tmp_path)
+    config = {"lora": {"r": 8}, "model": {"path": "models/base"}, "quant": {"scheme": "bf16"}}
+    config["quant"] |= {"group_size": 128, "ignore": []}
+    trained = SimpleNamespace(config=config)
+    with pytest.raises(UserError, match="the base models/base is not on this machine") as error:
+        export_adapter.export_adapter(trained, tmp_path / "out", "quantized", False)
+    assert f"there is no folder {tmp_path}/models/base" in error.value.why
+    assert "local_files_only" not in str(error.value)
+    assert "in which the run was started" in error.value.fix
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

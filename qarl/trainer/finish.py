@@ -197,12 +197,21 @@ def finish_run(
             export = ", its export among them," if "checkpoint" in summary else ""
             note(f"the last files of the run{export} are in {run_dir}")
             _say_how_to_move_back(folder)
+        elif "checkpoint" in summary:
+            note(_what_is_left(run_dir, step, total, summary["checkpoint"]))
         failure = ending.whole_failure()
         if "not_exported" in summary and not ending.says_there_is_no_export:
             note(f"there is no export: {summary['not_exported']}")
         assert failure is not None
         raise failure
     return summary
+
+
+def _what_is_left(run_dir: Path, step: int, total: int, export: str) -> str:
+    """Return where the model of a failed run is, and what the same command would do."""
+    text = f"the model after step {step} of {total} was exported to {export}"
+    newest = newest_checkpoint(run_dir)
+    return f"{text}; the same command resumes from {newest[1]}" if newest else text
 
 
 def _home(folder: RunFolder, ending: Ending) -> Path:

@@ -12,11 +12,12 @@ from typing import Any
 
 from qarl.checkpoint.model_files import MAX_SHARD_BYTES
 from qarl.checkpoint.resumable import Checkpoint
-from qarl.checkpoint.storage import EXPORT, check_room
+from qarl.checkpoint.storage import EXPORT, METRICS_FILE, check_room
 from qarl.checks.room import check_run_room
 from qarl.config import Config, write_resolved
 from qarl.console import stage
-from qarl.metrics.tracker import Tracker, write_versions
+from qarl.metrics.tracker import Tracker, read_metrics, write_versions
+from qarl.metrics.validation import MEAN
 from qarl.progress import live
 from qarl.report.page import update_report
 from qarl.trainer.checkpoints import Checkpoints, refuse_other_model
@@ -140,14 +141,19 @@ def run_and_keep(
 def run_steps(
     trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker, stop: Stop, start: float
 ) -> None:
-    """Evaluate before training (step 0). Then train until the last step, or until `stop` is true."""
+    """Evaluate before training (step 0), or after the step of the checkpoint, if the run ended in that evaluation. Then
+    train until the last step, or until `stop` is true."""
     settings = trainer.config.trainer
-    test_freq = settings.test_freq
     total = settings.total_training_steps
     if settings.val_before_train and not trainer.step:
         with stage(f"evaluating {len(trainer.parts.val_prompts)} prompts before the first step"):
             metrics = trainer.evaluate()
         tracker.log(metrics, step=0)
+    if trainer.step and lacks_evaluation(trainer):
+        count = len(trainer.parts.val_prompts)
+        with stage(f"evaluating {count} prompts after step {trainer.step}, in which the run ended"):
+            metrics = trainer.evaluate()
+        tracker.log(metrics, step=trainer.step)
     trainer.timer.pop()
     while trainer.step < total and not stop:
         stop.work = f"stopping after step {trainer.step + 1}"
@@ -156,9 +162,7 @@ def run_steps(
         if trainer.step == 1:
             metrics["startup/seconds_to_first_step"] = time.perf_counter() - start
         last = trainer.step == total or bool(stop)
-        if trainer.parts.val_prompts and (
-            last or (test_freq > 0 and trainer.step % test_freq == 0)
-        ):
+        if is_evaluated(trainer, last=last):
             try:
                 with live.phase(f"evaluating after step {trainer.step}"):
                     metrics |= trainer.evaluate()
@@ -177,6 +181,26 @@ def run_steps(
             )
     if stop:
         checkpoints.stopped(tracker)
+
+
+def is_evaluated(trainer: LocalTrainer, *, last: bool) -> bool:
+    """Return whether an evaluation follows the step that was made. `last`: whether it is the last one."""
+    test_freq = trainer.config.trainer.test_freq
+    return bool(trainer.parts.val_prompts) and (
+        last or (test_freq > 0 and trainer.step % test_freq == 0)
+    )
+
+
+def lacks_evaluation(trainer: LocalTrainer) -> bool:
+    """Return whether the run has ended in the evaluation of the step that it resumes after: its metrics have the step
+    without a figure, or, after the last step, no figure at all."""
+    is_last = trainer.step >= trainer.config.trainer.total_training_steps
+    if not is_evaluated(trainer, last=is_last):
+        return False
+    run_dir = trainer.config.run_dir
+    entries = read_metrics(run_dir) if (run_dir / METRICS_FILE).is_file() else []
+    of_step = [entry for entry in entries if entry["step"] == trainer.step]
+    return not any(MEAN in entry for entry in of_step) and (is_last or bool(of_step))
 
 
 def keep_step(

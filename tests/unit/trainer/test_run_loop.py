@@ -10,8 +10,9 @@ from engine_helpers import config
 from idle_trainer import Checkpoints, Trainer
 
 from qarl.checkpoint.storage import StorageError
+from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import MismatchError
-from qarl.metrics.tracker import Tracker
+from qarl.metrics.tracker import Tracker, read_metrics
 from qarl.trainer import loop
 from qarl.trainer.loop import run_and_keep, run_steps
 from qarl.trainer.stop import Stop
@@ -72,3 +73,48 @@ def test_an_export_that_fails_says_what_there_still_is(tmp_path, saved):
     assert ("the weights are lost" in message) is not saved
     summary = json.loads((settings.run_dir / "summary.json").read_text())
     assert summary["finished"] is False and "could not be exported" in summary["failed"]
+
+
+@pytest.mark.parametrize(
+    ("step", "keys", "again"),
+    [
+        (3, [], True),
+        (2, [], True),
+        (1, [], False),
+        (3, ["val/accuracy"], False),
+        (2, ["val/accuracy"], False),
+    ],
+)
+def test_a_run_that_ended_in_an_evaluation_makes_it_at_the_resume(tmp_path, step, keys, again):
+    """Of steps 2 and 3, which are evaluated. Step 3 is the last one."""
+    trainer = Trainer(config(tmp_path, *OVERRIDES))
+    trainer.config.run_dir.mkdir(parents=True)
+    metrics = trainer.config.run_dir / "metrics.jsonl"
+    lines = [{"step": made, "timing_s/step": 1.0} for made in range(1, step + 1)]
+    lines[-1] |= dict.fromkeys(keys, 0.25)
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trainer.step = step
+    calls = []
+    trainer.evaluate = lambda: calls.append(trainer.step) or {"val/accuracy": 0.5}
+    with Tracker(trainer.config.run_dir, [], 3, {}, start_step=step) as tracker, Stop() as stop:
+        run_steps(trainer, Checkpoints(), tracker, stop, 0.0)
+    assert calls == [step] * again + [made for made in (2, 3) if made > step]
+    accuracies = {
+        entry["step"]: entry.get("val/accuracy") for entry in read_metrics(metrics.parent)
+    }
+    assert accuracies[3] is not None and (step < 2 or accuracies[step] == (0.5 if again else 0.25))
+
+
+def test_a_run_that_fails_says_where_its_model_is(tmp_path, capsys):
+    settings = config(tmp_path, *OVERRIDES)
+    (settings.run_dir / "checkpoints" / "step_2").mkdir(parents=True)
+
+    def fail(step: int) -> None:
+        if step == 3:
+            raise UserError("the reward failed")
+
+    with pytest.raises(UserError, match="the reward failed"):
+        run_and_keep(Trainer(settings, on_step=fail), Checkpoints(), Stop(), 0.0)
+    said = capsys.readouterr().err
+    assert f"of 3 was exported to {settings.run_dir / 'export'}" in said
+    assert f"the same command resumes from {settings.run_dir / 'checkpoints' / 'step_2'}" in said

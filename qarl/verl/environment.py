@@ -7,6 +7,7 @@ import sys
 
 from qarl import plugins
 from qarl.config import Config
+from qarl.errors import UserError
 from qarl.kernels.cuda import whole_sums
 from qarl.process import VLLM_ENVIRONMENT, waiting_threads
 from qarl.progress import live
@@ -15,11 +16,36 @@ from qarl.progress import live
 def set_environment(config: Config, on_cpu: bool) -> None:
     """Set the variables of `worker_environment` in this process too. If verl has been imported before, its plugins did
     not see VERL_PLATFORM, so register QaRL's platform now."""
+    check_sockets(on_cpu)
     os.environ.update(worker_environment(config, on_cpu))
     if "verl" in sys.modules:
         from qarl.verl.entry_point import register_cpu
 
         register_cpu()
+
+
+LONGEST_SOCKET = 107
+"""Most bytes in the path of a Unix socket."""
+SOCKET = "/ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
+"""What Ray appends to its folder, with a process id of seven digits."""
+
+
+def check_sockets(on_cpu: bool) -> None:
+    """Raise UserError if the run would start a Ray whose sockets get too long a path, which Ray notices late.
+
+    On a CPU a run always starts its own Ray, otherwise unless RAY_ADDRESS names one."""
+    if os.environ.get("RAY_ADDRESS") and not on_cpu:
+        return
+    name = "RAY_TMPDIR" if "RAY_TMPDIR" in os.environ else "TMPDIR"
+    folder = os.environ.get(name, "/tmp")
+    limit = LONGEST_SOCKET - len(SOCKET)
+    if len(os.fsencode(folder)) > limit:
+        raise UserError(
+            f"the folder of temporary files is too long for Ray: {folder}",
+            where=f"the environment variable {name}",
+            why=f"Ray's sockets are in it, whose paths have at most {LONGEST_SOCKET} bytes, so it has at most {limit}",
+            fix="set RAY_TMPDIR to a short folder, such as /tmp",
+        )
 
 
 def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:

@@ -27,7 +27,7 @@ from qarl.errors import UserError
 from qarl.rollout.engine_config import capture_sizes
 from qarl.trainer.master_optimizer import lr_scale
 from qarl.verl.config import verl_keys
-from qarl.verl.environment import worker_environment
+from qarl.verl.environment import LONGEST_SOCKET, SOCKET, check_sockets, worker_environment
 from qarl.verl.keys import OWN_KEYS, STOPS
 from qarl.verl.run import dry_run, verl_config
 
@@ -171,6 +171,36 @@ def test_a_word_is_no_boolean_of_verl(word, fix):
     with pytest.raises(UserError, match="and not true or false") as caught:
         verl_config(quickstart(verl={"trainer.val_only": word}), on_cpu=True)
     assert caught.value.where == "verl.trainer.val_only" and caught.value.fix == fix
+
+
+def test_a_run_on_a_cpu_starts_its_own_ray():
+    """Also where RAY_ADDRESS names one, or one runs: neither accepts num_cpus."""
+    ours = verl_config(quickstart(), on_cpu=True).ray_kwargs.ray_init
+    assert ours.address == "local" and ours.num_cpus
+    assert "address" not in verl_config(quickstart(), on_cpu=False).ray_kwargs.ray_init
+
+
+@pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])
+def test_a_folder_that_is_too_long_for_rays_sockets(monkeypatch, name):
+    """The longest that is allowed has room for the longest name that Ray's own check accepts."""
+    from ray._private.utils import validate_socket_filepath
+
+    for variable in ("TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS"):
+        monkeypatch.delenv(variable, raising=False)
+    longest = "/" + "x" * (LONGEST_SOCKET - len(SOCKET) - 1)
+    monkeypatch.setenv(name, longest)
+    check_sockets(on_cpu=True)
+    validate_socket_filepath(longest + SOCKET)
+    monkeypatch.setenv(name, f"{longest}x")
+    with pytest.raises(UserError, match="too long for Ray") as caught:
+        check_sockets(on_cpu=False)
+    assert name in caught.value.where and "RAY_TMPDIR" in caught.value.fix
+    with pytest.raises(OSError, match="cannot exceed"):
+        validate_socket_filepath(f"{longest}x{SOCKET}")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check_sockets(on_cpu=False)
+    with pytest.raises(UserError):
+        check_sockets(on_cpu=True)
 
 
 @pytest.mark.parametrize("key", OWN_KEYS)

@@ -198,10 +198,26 @@ def settings_of(request: EvalRequest) -> Settings:
 
 
 def check_files(request: EvalRequest, settings: Settings) -> None:
-    """Raise UserError if a data file is not there. What is in the files is checked when they are read."""
+    """Raise UserError if a data file is not there, or `against` is no model folder. What is in the files is checked
+    when they are read."""
+    if request.against not in (None, BF16):
+        _check_model(Path(request.against))
     for file in settings.files:
         if not Path(file).is_file():
             raise _missing(file, request)
+
+
+def _check_model(folder: Path) -> None:
+    if (folder / "config.json").is_file():
+        return
+    why = "it has no config.json" if folder.is_dir() else "there is no such folder"
+    fix = "give the folder of a model or of an export"
+    if (folder / "config.yaml").is_file():
+        why = "it is the folder of a run"
+        fix = f"export a checkpoint of it with `qarl export run={folder} output=DIR`, and give DIR"
+        if (folder / EXPORT / "config.json").is_file():
+            fix = f"write against={folder / EXPORT}"
+    raise UserError(f"against={folder} is no model folder", where="against", why=why, fix=fix)
 
 
 def _missing(file: str, request: EvalRequest) -> UserError:

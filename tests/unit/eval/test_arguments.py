@@ -54,6 +54,23 @@ def test_files_may_be_written_as_a_list_of_the_config(text: str) -> None:
     assert settings_of(EvalRequest(Path("model"), files=text)).files == ("here.jsonl", "b.jsonl")
 
 
+def test_against_a_run_or_nothing_is_refused_before_the_first_model_is_scored() -> None:
+    def against(folder: str) -> UserError:
+        return refusal(EvalRequest(Path("model"), files="here.jsonl", against=folder))
+
+    error = against(str(RUN))
+    assert error.what == f"against={RUN} is no model folder"
+    assert error.why == "it is the folder of a run"
+    assert "qarl export run=moved/best" in str(error.fix)
+    (RUN / "export").mkdir()
+    (RUN / "export" / "config.json").write_text("{}")
+    assert against(str(RUN)).fix == "write against=moved/best/export"
+    assert against("nowhere").why == "there is no such folder"
+    assert against("moved").why == "it has no config.json"
+    right = EvalRequest(Path("model"), files="here.jsonl", against="moved/best/export")
+    check_files(right, settings_of(right))
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", "\x80"])
 def test_a_damaged_config_of_the_model(text: str) -> None:
     Path("model/config.json").write_text(text, encoding="latin-1")

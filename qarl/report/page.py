@@ -108,9 +108,13 @@ def _is_comparison(path: Path) -> bool:
     page = path.read_text(encoding="utf-8", errors="replace")
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     try:
-        return data is not None and "runs" in json.loads(data[1])
+        content = json.loads(data[1]) if data else None
     except ValueError:
         return False
+    if not isinstance(content, dict):
+        return False
+    # A page of an earlier version has no "runs", but alone among pages neither a total nor phases.
+    return "runs" in content or (content.get("total"), content.get("phases")) == (None, [])
 
 
 def comparison(run_dirs: Sequence[str | Path], name: str) -> dict[str, Any]:

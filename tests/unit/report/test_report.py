@@ -263,6 +263,10 @@ def test_a_comparison_replaces_nothing_but_a_comparison(
     beside = run / "both.html"
     for _ in range(2):
         assert main([str(run), str(bare), f"together={beside}"]) == 0
+    of_earlier_versions = beside.read_text(encoding="utf-8").replace('"runs":', '"was":', 1)
+    assert of_earlier_versions != beside.read_text(encoding="utf-8")
+    beside.write_text(of_earlier_versions, encoding="utf-8")
+    assert main([str(run), str(bare), f"together={beside}"]) == 0
 
 
 def test_a_long_series_keeps_its_spikes() -> None:

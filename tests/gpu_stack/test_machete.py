@@ -88,9 +88,12 @@ def test_the_call_is_one_that_vllms_operator_takes(
     for rows in (1, 7, 600):
         x = torch.randn(2 * rows, shape[1]).bfloat16()[::2]
         y = MacheteWholeLinear.linear(x, prepared, added)
-        product = ReferenceW4A16Linear.linear(x, ReferenceW4A16Linear.prepare(tensors), None)
+        weight = ReferenceW4A16Linear.prepare(tensors)
+        product = ReferenceW4A16Linear.linear(x, weight, None)
         expected = product if added is None else product + added  # as vLLM adds it
-        assert ((y - expected).abs() <= (product.abs() + expected.abs()) * 2**-7).all()
+        # Two sums in FP32 may have other orders, and each result is rounded to BF16.
+        of_sums = 2 * shape[1] * 2**-24 * (x.float().abs() @ weight.float().abs().t())
+        assert ((y - expected).abs() <= (product.abs() + expected.abs()) * 2**-7 + of_sums).all()
         call = plan(256, shape[1], rows)
         assert calls.pop() == {
             "rows": call.rows,

@@ -135,5 +135,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
     monkeypatch.setattr(platform, "capability", capability)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    properties = SimpleNamespace(multi_processor_count=COMPUTE_UNITS[capability])
+    properties = SimpleNamespace(
+        name=platform.get_device_name(),
+        total_memory=platform.get_device_total_memory(),
+        multi_processor_count=COMPUTE_UNITS[capability],
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)

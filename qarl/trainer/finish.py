@@ -182,11 +182,7 @@ def finish_run(
             say_error(ending.failure)
         summary["interrupted"] = True
         if "checkpoint" not in summary:
-            why = summary.get("not_exported") or _beside(
-                run_dir, "the run was interrupted before it was written"
-            )
-            summary["not_exported"] = why
-            note(f"there is no export of step {step}: {why}")
+            _say_no_export(run_dir, step, summary)
         with suppress(Exception):
             write()
         raise
@@ -207,11 +203,20 @@ def finish_run(
     return summary
 
 
+def _say_no_export(run_dir: Path, step: int, summary: dict[str, Any]) -> None:
+    """Say, and write into `summary`, why an interrupted run has no export of its last step."""
+    why = summary.get("not_exported") or _beside(
+        run_dir, "the run was interrupted before it was written"
+    )
+    summary["not_exported"] = why
+    note(f"there is no export of step {step}: {why}")
+
+
 def _what_is_left(run_dir: Path, step: int, total: int, export: str) -> str:
-    """Return where the model of a failed run is, and what the same command would do."""
+    """Return where the model of a failed run and its newest checkpoint are."""
     text = f"the model after step {step} of {total} was exported to {export}"
     newest = newest_checkpoint(run_dir)
-    return f"{text}; the same command resumes from {newest[1]}" if newest else text
+    return f"{text}; its newest checkpoint is {newest[1]}" if newest else text
 
 
 def _home(folder: RunFolder, ending: Ending) -> Path:

@@ -117,4 +117,5 @@ def test_a_run_that_fails_says_where_its_model_is(tmp_path, capsys):
         run_and_keep(Trainer(settings, on_step=fail), Checkpoints(), Stop(), 0.0)
     said = capsys.readouterr().err
     assert f"of 3 was exported to {settings.run_dir / 'export'}" in said
-    assert f"the same command resumes from {settings.run_dir / 'checkpoints' / 'step_2'}" in said
+    assert f"its newest checkpoint is {settings.run_dir / 'checkpoints' / 'step_2'}" in said
+    assert "resumes" not in said  # with trainer.resume_mode=disable the same command starts anew

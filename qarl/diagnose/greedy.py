@@ -5,7 +5,7 @@ another's changes, and the rest of the answer with it. "Give Me FP32 or Give Me 
 the standard deviation of the accuracy of greedy decoding over batch sizes, kinds and numbers of GPUs. Here the weights
 of `model.path` answer the validation prompts with one engine, by `batch_sizes` prompts at a time, in the precision of
 `quant.scheme` and `model.dtype`. At `quant.align=model` and `exact` the engine runs kernels whose rows do not depend on
-each other, so every answer must be the same.
+each other, so every answer must be the same, which was measured on a CPU only.
 
 This departs from that paper, which varies the GPUs, too: a command has one machine.
 """

@@ -47,6 +47,14 @@ class Best:
         return best if best.folder(checkpoints).is_dir() else None
 
 
+def rewrite(best: Best | None, run_dir: Path, checkpoints: Path) -> None:
+    """Let `FILE` say what a resumed run knows: the `best` of its checkpoint, or nothing."""
+    if best is None:
+        (run_dir / FILE).unlink(missing_ok=True)
+    else:
+        best.write(run_dir, checkpoints)
+
+
 def better(metrics: Mapping[str, float], step: int, best: Best | None) -> Best | None:
     """Return this step if its evaluation is better than the `best`, else None. Of equal ones the first stays."""
     accuracy = metrics.get(MEAN, math.nan)

@@ -44,7 +44,7 @@ from qarl.metrics.tracker import VERSIONS_FILE, Tracker, read_metrics, versions
 from qarl.metrics.validation import MEAN
 from qarl.quant.convert import tied_names
 from qarl.quant.experts import unstacked
-from qarl.trainer.best_checkpoint import STATE, Best, better
+from qarl.trainer.best_checkpoint import STATE, Best, better, rewrite
 from qarl.trainer.policy import Policy
 from qarl.trainer.resume import changed_keys, make_newest, version_notes
 
@@ -92,6 +92,8 @@ class Checkpoints:
         if checkpoint is None:
             return
         make_newest(trainer.config.run_dir, checkpoint)
+        if trainer.config.trainer.save_best:
+            rewrite(self.best, trainer.config.run_dir, self.folder)
         differ = differing_tensors(checkpoint.state["published"], trainer.policy)
         self._resume_metrics = {
             "resume/step": trainer.step,
@@ -129,6 +131,13 @@ class Checkpoints:
         if best is not None or self._due(stopped):
             extra |= self.save(self._metrics, tracker, best)
         return extra
+
+    def evaluated(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
+        """Write a checkpoint if an evaluation after a resume, before the next step, is the best. Return its metrics."""
+        if self.checkpoint is None or not self.trainer.config.trainer.save_best:
+            return {}
+        best = better(metrics, self.trainer.step, self.best)
+        return self.save({**self.checkpoint.metrics, **metrics}, tracker, best) if best else {}
 
     def stopped(self, tracker: Tracker) -> None:
         """Write the checkpoint of the last step if the signal came too late for `after_step`."""

@@ -153,6 +153,7 @@ def run_steps(
         count = len(trainer.parts.val_prompts)
         with stage(f"evaluating {count} prompts after step {trainer.step}, in which the run ended"):
             metrics = trainer.evaluate()
+        metrics |= checkpoints.evaluated(metrics, tracker)
         tracker.log(metrics, step=trainer.step)
     trainer.timer.pop()
     while trainer.step < total and not stop:

@@ -16,6 +16,7 @@ from qarl.step.noise import RESPONSES, NoiseComparison, compare_with_noise, has_
 from qarl.trainer.batch import Batch, make_batch, request_seed
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.mismatch_watch import check_batch
+from qarl.trainer.sampled_from import leave_out_early_ends
 
 PROBE_TOKENS = 64
 """Number of tokens per response, of which there is one for each prompt. With `RESPONSES` they are enough for a
@@ -77,9 +78,10 @@ def compare(trainer: LocalTrainer) -> Comparison:
         responses = trainer.generate(prompts, sampling, seeds)
         trainer.engine.sleep()
         zeros = torch.zeros(count)
-        batch = make_batch(responses, zeros, zeros, pad_token_id=trainer.parts.pad_token_id).to(
-            trainer.policy.device
-        )
+        batch = make_batch(responses, zeros, zeros, pad_token_id=trainer.parts.pad_token_id)
+        if config.rollout.min_tokens:
+            leave_out_early_ends(batch, config.rollout.min_tokens, trainer.parts.ends)
+        batch = batch.to(trainer.policy.device)
         log_probs = trainer.old_log_probs(batch)
     metrics = mismatch_metrics(log_probs, batch.rollout_log_probs, batch.response_mask)
     level = trainer.policy.limit_level

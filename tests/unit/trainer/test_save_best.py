@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +20,7 @@ from qarl.checkpoint.storage import StorageError
 from qarl.config import ConfigError, load_config
 from qarl.metrics.tracker import Tracker
 from qarl.trainer import checkpoints as checkpointing
-from qarl.trainer.best_checkpoint import Best
+from qarl.trainer.best_checkpoint import Best, rewrite
 from qarl.trainer.checkpoints import Checkpoints
 from qarl.trainer.loop import run_steps
 from qarl.trainer.stop import Stop
@@ -57,6 +58,7 @@ def scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any
         def save(folder: Path, *, state: dict[str, Any], **parts: Any) -> int:
             if trainer.step == full:
                 raise StorageError("the disk is full", why="no space", fix="free some")
+            shutil.rmtree(folder, ignore_errors=True)
             write_bare(
                 folder, step=trainer.step, config=trainer.config.model_dump(mode="json"), **state
             )
@@ -156,6 +158,37 @@ def test_a_resume_knows_the_best_of_before(scored: Callable[..., Any]) -> None:
                 best={"step": 2, "accuracy": 0.9},
             )
         assert run(trainer, open_checkpoint(folder / "step_4")) == left
+
+
+@pytest.mark.parametrize(("last", "best"), [(0.95, 6), (0.2, 2)])
+def test_an_evaluation_that_a_resume_repeats_may_be_the_best(
+    scored: Callable[..., Any], last: float, best: int
+) -> None:
+    """The run ended in the evaluation after its last step, whose checkpoint had been written."""
+    trainer = scored((0.0, 0.1, 0.9, 0.2, 0.3, 0.4, last))
+    folder = trainer.config.run_dir / "checkpoints"
+    for step in (2, 6):
+        write_bare(
+            folder / f"step_{step}",
+            step=step,
+            config=trainer.config.model_dump(mode="json"),
+            best={"step": 2, "accuracy": 0.9},
+        )
+    left = run(trainer, open_checkpoint(folder / "step_6"))
+    assert best in left
+    assert (noted(trainer) or {"step": 2})["step"] == best
+    state = open_checkpoint(folder / f"step_{best}").state
+    assert state["best"] == {"step": best, "accuracy": max(last, 0.9)}
+
+
+def test_a_resume_from_an_earlier_step_rewrites_what_the_folder_says(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    Best(30, 0.9).write(tmp_path, folder)
+    rewrite(Best(10, 0.4), tmp_path, folder)
+    written = json.loads((tmp_path / "best.json").read_text())
+    assert written == {"step": 10, "accuracy": 0.4, "checkpoint": "checkpoints/step_10"}
+    rewrite(None, tmp_path, folder)
+    assert not (tmp_path / "best.json").exists()
 
 
 def test_a_best_checkpoint_that_is_gone_is_forgotten(tmp_path: Path) -> None:

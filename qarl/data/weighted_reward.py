@@ -16,6 +16,8 @@ from qarl.data.reward_workers import Reward, then
 
 PREFIX = "rewards/"
 """Begins the key of a function's score. TRL's metrics begin with it, too."""
+ACCURACY = "acc"
+"""Key that verl evaluates instead of the score. That of a single function would stand for the sum."""
 
 
 class Part(NamedTuple):
@@ -65,7 +67,7 @@ class WeightedReward:
         for part, outcome in zip(self.parts, outcomes, strict=True):
             if isinstance(outcome, Refused):
                 return outcome._replace(name=outcome.name or part.reward.name)
-            more |= outcome.more or {}
+            more |= {key: value for key, value in (outcome.more or {}).items() if key != ACCURACY}
             total += part.weight * outcome.score
         if not is_number(total):
             why = "a reward must be a finite number that FP32 can hold"

@@ -37,6 +37,9 @@ CALLS = []
 def length(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": len(solution_str), "note": solution_str.upper()}
 
+def accurate(**_):
+    return {"score": 0.25, "acc": True, "pred": "7"}
+
 async def slowly(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0.01)
     global LOOP
@@ -188,6 +191,25 @@ def test_the_weighted_sum_with_each_score(file: Path, stopped: list[Reward]) -> 
     assert reward.scores_all
     compared = compares_answers(keys, reward)
     assert compared is not None and compared[0] == "arithmetic"
+
+
+def test_verl_evaluates_the_sum_and_no_accuracy_of_a_part(
+    file: Path, stopped: list[Reward]
+) -> None:
+    """verl's evaluation prefers `acc` to the reward."""
+    functions: list[Any] = [
+        {"function": "arithmetic"},
+        {"function": f"{file}:accurate", "weight": 0},
+    ]
+    reward = reward_of(RewardConfig(functions=functions))
+    stopped.append(reward)
+    (outcome,) = scored_responses(reward, prompts(1), ["4"])
+    assert outcome.more == {
+        "score": 0.0,
+        "pred": "7",
+        "rewards/arithmetic": 0.0,
+        "rewards/accurate": 0.25,
+    }
 
 
 def test_a_failing_part_is_named(file: Path, stopped: list[Reward]) -> None:

@@ -32,6 +32,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -346,8 +347,8 @@ class QaRLTrainerSync(PPOTrainerSync):
         }
         known = reward_extra_infos_dict.get("pred", [None] * len(figures))
         votes = [None if vote is None else str(vote) for vote in known]
-        answers = map(Answer, data_sources, sample_uids, figures, votes)
-        return metrics | answers_metrics(answers)
+        rows = zip(data_sources, sample_uids, figures, votes, strict=True)
+        return metrics | answers_metrics(starmap(Answer, rows))
 
     def _save_checkpoint(self) -> None:
         self._check_run_folder()

@@ -297,6 +297,14 @@ def test_verls_own_figures_without_qarls_trainer():
     )
 
 
+def test_each_response_of_an_evaluation_has_all_figures():
+    trainer = object.__new__(QaRLTrainerSync)
+    sources, uids = ["a", "a"], ["1", "2"]
+    infos = {"reward": [1.0, 0.0], "pred": ["x", "y", "z"]}
+    with pytest.raises(ValueError, match="longer"):
+        trainer._val_metrics_update(sources, uids, infos, [2, 2])
+
+
 def test_the_figure_of_a_response_is_its_accuracy_where_the_reward_returns_one():
     infos = {
         "reward": [5.0, 6.0, 7.0, 8.0],

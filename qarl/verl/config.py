@@ -116,7 +116,7 @@ def reward_keys(config: Config) -> Keys:
     manager = "reward.reward_manager"
     manager_keys = {}
     functions = [
-        {"function": resolved_function(part.function), "weight": part.weight, "name": part.label}
+        {"function": resolved_function(part.function), "weight": part.weight, "name": part.name}
         for part in config.reward.functions
     ]
     several = {"functions": functions} if functions else {}

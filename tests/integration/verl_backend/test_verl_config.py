@@ -273,6 +273,19 @@ def test_reward_functions_are_found_by_verl():
         assert asyncio.run(reward(solution_str="5+7=12", **arguments)) == 1.0
 
 
+def test_functions_with_other_letters_are_found_by_verl(tmp_path):
+    """Names of metrics are ASCII, those of functions any that Python allows."""
+    from verl.trainer.ppo.reward import get_custom_reward_fn
+
+    file = tmp_path / "own.py"
+    file.write_text("def größe(solution_str, **_): return len(solution_str)")
+    functions = [{"function": f"{file}:größe", "weight": 0.5}, {"function": "arithmetic"}]
+    resolved = verl_config(quickstart(**{"reward.functions": functions}), on_cpu=True)
+    arguments = {"data_source": "x", "ground_truth": "3", "extra_info": {}}
+    outcome = asyncio.run(get_custom_reward_fn(resolved)(solution_str="12", **arguments))
+    assert outcome["score"] == 1.0 and outcome["rewards/größe"] == 2.0
+
+
 def test_a_cpu_never_compiles():
     """Its workers have TORCHDYNAMO_DISABLE, with which vLLM cannot compile."""
     config = quickstart(**{"rollout.enforce_eager": False})

@@ -71,3 +71,8 @@ class RewardConfig(Section):
     def names(self) -> tuple[str, ...]:
         """The functions as the config names them."""
         return tuple(part.function for part in self.parts)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What metrics call those of `functions`. `function` has no metric beside the reward's."""
+        return tuple(part.label for part in self.functions)

@@ -103,8 +103,8 @@ def gathered(futures: Sequence[Future[Any]]) -> Future[list[Any]]:
 
 
 def part_means(outcomes: Sequence[Scored], labels: Sequence[str]) -> dict[str, float]:
-    """Return the mean score of each function. `labels`: theirs, if there are several functions."""
-    if len(labels) < 2 or not outcomes:
+    """Return the mean score of each function of `reward.functions`. `labels`: `RewardConfig.labels`."""
+    if not outcomes:
         return {}
     return {
         f"{PREFIX}{label}/mean": sum(

@@ -191,8 +191,7 @@ def score_model(
     scored = scored_prompts(rows, responses, scoring.names)
     outcomes = scored_responses(reward, scored, texts, timeout_s=scoring.timeout_s)
     reward.stop()
-    labels = [part.label for part in scoring.parts]
-    for name, value in part_means(outcomes, labels).items():
+    for name, value in part_means(outcomes, scoring.labels).items():
         say(f"{name} of {folder}: {value:.4g}")
     votes = map(vote_of, repeat(scoring.names), texts, outcomes)
     answers = zip(rows, outcomes, votes, strict=True)

@@ -191,7 +191,7 @@ class LocalTrainer:
             batch.response_mask,
             vocabulary=vocabulary,
         )
-        metrics |= part_means(scored.outcomes, self.labels)
+        metrics |= part_means(scored.outcomes, self.config.reward.labels)
         return batch, metrics | text_metrics([text]) | filtered | overlong | {
             "rollout/preemptions": float(responses.preemptions)
         }
@@ -416,10 +416,10 @@ class LocalTrainer:
             sampling = SamplingConfig.of_evaluation(self.config)
             responses = self.sample(prompts, sampling, None if greedy else seeds, phase="eval")
             outcomes = self.rewards(prompts, responses)
-        parts = part_means(outcomes, self.labels)
-        functions = self.config.reward.names
+        scoring = self.config.reward
+        parts = part_means(outcomes, scoring.labels)
         votes = [
-            vote_of(functions, text, outcome)
+            vote_of(scoring.names, text, outcome)
             for text, outcome in zip(self.texts(responses), outcomes, strict=True)
         ]
         answers = zip(prompts, outcomes, votes, strict=True)
@@ -427,8 +427,3 @@ class LocalTrainer:
             Answer(prompt.data_source, prompt.index, outcome.score, vote)
             for prompt, outcome, vote in answers
         )
-
-    @property
-    def labels(self) -> list[str]:
-        """The names of the reward functions in metrics."""
-        return [part.label for part in self.config.reward.parts]

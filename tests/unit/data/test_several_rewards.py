@@ -14,7 +14,7 @@ import pytest
 from checkout import ROOT
 
 from qarl.config import ConfigError, load_config
-from qarl.config.reward import RewardConfig
+from qarl.config.reward import RewardConfig, WeightedFunction
 from qarl.data.digests import reward_source, reward_sources
 from qarl.data.prompts import Prompt
 from qarl.data.reward_outcomes import call_all
@@ -181,16 +181,24 @@ def test_the_weighted_sum_with_each_score(file: Path, stopped: list[Reward]) -> 
         "rewards/right": 1.0,
         "rewards/ranks": 102.0,
     }
-    labels = [part.label for part in keys.parts]
-    assert part_means(outcomes, labels) == {
+    assert part_means(outcomes, keys.labels) == {
         "rewards/length/mean": 2.0,
         "rewards/right/mean": pytest.approx(2 / 3),
         "rewards/ranks/mean": 101.0,
     }
-    assert part_means(outcomes, ["length"]) == {}
+    assert part_means([], keys.labels) == {}
     assert reward.scores_all
     compared = compares_answers(keys, reward)
     assert compared is not None and compared[0] == "arithmetic"
+
+
+def test_a_list_of_one_function_has_its_metric_and_the_single_key_has_none() -> None:
+    listed = RewardConfig(functions=[WeightedFunction(function="arithmetic", weight=2.0)])
+    outcomes = scored_responses(reward_of(listed), prompts(2), ["3", "4"])
+    assert part_means(outcomes, listed.labels) == {"rewards/arithmetic/mean": 0.5}
+    alone = RewardConfig(function="arithmetic")
+    outcomes = scored_responses(reward_of(alone), prompts(2), ["3", "4"])
+    assert part_means(outcomes, alone.labels) == {}
 
 
 def test_verl_evaluates_the_sum_and_no_accuracy_of_a_part(

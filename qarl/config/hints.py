@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from qarl.config.errors import show
+from qarl.config.errors import meant_boolean, show
 from qarl.config.objectives import get_objective
 from qarl.config.schema import Config
 from qarl.config.types import Sane, Section
@@ -24,7 +24,7 @@ So a file with the paper's values may list them."""
 
 def unusual_values(config: Config) -> list[UserError]:
     """Return values of `config` that are outside their bounds, and combinations of values that make no sense."""
-    return [*_outside(config), *_together(config)]
+    return [*_outside(config), *_together(config), *_words_for_booleans(config)]
 
 
 def _outside(section: Any, prefix: str = "") -> Iterator[UserError]:
@@ -70,6 +70,21 @@ def _together(config: Config) -> Iterator[UserError]:
             why="it is far from 1 on some tokens before any update; in W4A16 eight of eight runs with GRPO collapsed",
             fix="set quant.align=model, or actor.old_log_probs=recompute without bypass_mode",
         )
+
+
+def _words_for_booleans(config: Config) -> Iterator[UserError]:
+    """Yield variables of the chat template whose text is a word for true or false. It may be meant as a text: `no` is
+    Norwegian, too."""
+    key = "data.apply_chat_template_kwargs"
+    for name, value in config.data.apply_chat_template_kwargs.items():
+        if meant := meant_boolean(value):
+            yield UserError(
+                f"{key}.{name} is the text {value!r}, and not {meant}",
+                where=key,
+                why="the config is YAML 1.2, in which only true and false are truth values, "
+                "and a template that asks for a truth value takes every text for true",
+                fix=f"write {name}: {meant}, unless the template reads a text",
+            )
 
 
 def unread_paper_keys(config: Config) -> list[str]:

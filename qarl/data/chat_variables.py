@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from qarl.config.errors import meant_boolean
 from qarl.errors import UserError, alternatives
 
 KEY = "data.apply_chat_template_kwargs"
@@ -20,8 +19,9 @@ _WORD = re.compile(r"\w+")
 
 
 def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
-    """Raise UserError if the tokenizer's chat template does not have one of `variables`, if QaRL sets it itself, or if
-    its value is a word for true or false, which a template would take for any text."""
+    """Raise UserError if the tokenizer's chat template does not have one of `variables`, or if QaRL sets it itself.
+
+    `qarl.config.hints` warns of a text that may stand for true or false."""
     template = getattr(tokenizer, "chat_template", None)
     if not variables or template is None:
         return
@@ -43,15 +43,6 @@ def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
             why="the variable would have no effect",
             fix=f"leave it out, or take a name from the chat template of model.path{advice}",
         )
-    for name, value in variables.items():
-        if meant := meant_boolean(value):
-            raise UserError(
-                f"{name} is the text {value!r}, and not {meant}",
-                where=KEY,
-                why="the config is YAML 1.2, in which only true and false are truth values, "
-                "and a template takes every text for true",
-                fix=f"write {name}: {meant}",
-            )
 
 
 def _words(template: str | Mapping[str, str]) -> set[str]:

@@ -64,3 +64,18 @@ def test_a_ratio_that_contains_the_mismatch_is_questioned(
         load_config(["config=run.yaml", *(f"{name}={value}" for name, value in keys.items())])
     )
     assert [unusual.where for unusual in findings] == ([] if key is None else [key])
+
+
+@pytest.mark.parametrize(("word", "meant"), [("no", "false"), ("Off", "false"), ("on", "true")])
+def test_words_for_booleans_in_the_chat_templates_variables(word: str, meant: str) -> None:
+    """Qwen3's template asks `is false`, so the text `no` would leave the model thinking."""
+
+    def questioned(value: str) -> list[str]:
+        variables = f"data.apply_chat_template_kwargs={{enable_thinking: {value}}}"
+        return [
+            unusual.what for unusual in unusual_values(load_config(["config=run.yaml", variables]))
+        ]
+
+    name = "data.apply_chat_template_kwargs.enable_thinking"
+    assert questioned(word) == [f"{name} is the text '{word}', and not {meant}"]
+    assert questioned(meant) == questioned("never") == []

@@ -76,14 +76,10 @@ def test_what_is_set_elsewhere(tmp_path: Path, tokenizer: Any, name: str) -> Non
         load(tmp_path, tokenizer, {name: True})
 
 
-@pytest.mark.parametrize(("word", "meant"), [("no", "false"), ("Off", "false"), ("on", "true")])
-def test_words_that_the_template_would_take_for_true(
-    tmp_path: Path, tokenizer: Any, word: str, meant: str
-) -> None:
-    """Qwen3's template asks `is false`, so the text `no` would leave the model thinking."""
-    with pytest.raises(UserError, match=f"is the text '{word}', and not {meant}") as error:
-        load(tmp_path, tokenizer, {"enable_thinking": word})
-    assert error.value.fix == f"write enable_thinking: {meant}"
+def test_a_text_that_is_also_a_word_for_false(tmp_path: Path, tokenizer: Any) -> None:
+    """`no` is the code of Norwegian."""
+    tokenizer.chat_template += "{{ language }}"
+    assert load(tmp_path, tokenizer, {"language": "no"}).endswith("assistant\nno")
 
 
 def test_dates_that_a_variable_switches_on(tmp_path: Path, tokenizer: Any) -> None:

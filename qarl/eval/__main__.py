@@ -10,7 +10,7 @@ keys:
   against=FOLDER      also score another model folder, with the same prompts and seeds
   step=N              the checkpoint of this step, not the export
   files=A,B           JSONL or parquet files like data.val_files; default: the run's data.val_files
-  reward=NAME         default: the run's reward.function, without a run math_verify
+  reward=NAME         default: the run's reward, the sum of all its functions; without a run math_verify
   keep_special_tokens=true  give the reward a response's special tokens; default: the run's, else false
   apply_chat_template_kwargs='{NAME: VALUE}'  variables of the chat template; default: the run's, else none
   stop='["TEXT"]', stop_token_ids=[ID], min_tokens=N  where responses end; default: the run's, else at the model's end
@@ -32,9 +32,12 @@ keys for tasks of lm-evaluation-harness (pip install "qarl[lm-eval]"), instead o
   max_prompt_length=N, max_response_length=N    default: 4096 and 2048 together, within the model's positions;
                       max_response_length also replaces the harness's 256 of tasks that name no limit
 
-mean@k is the mean over prompts of the mean of a prompt's k scores. The interval is for new prompts of
-the same kind: Wilson's, with the variance between prompts. The difference of two models is taken prompt
-by prompt. `python -m qarl.eval` is the same command.
+mean@k is the mean over prompts of the mean of a prompt's k scores. Tables of their own have, with N responses
+per prompt, best@K, the mean of the best of K of them, and maj@N, the score of the answer that most of them
+give. rewards/NAME/mean, a line for each of the run's reward.functions, is the mean of that function's scores.
+The interval is for new prompts of the same kind: Wilson's with the variance between prompts if scores are
+from 0 to 1, otherwise a normal one. The difference of two models is taken prompt by prompt.
+`python -m qarl.eval` is the same command.
 
 exit codes:
   0    the scores were printed

@@ -183,6 +183,8 @@ def settings_of(request: EvalRequest) -> Settings:
         raise UserError(
             "no file with prompts was named", where=str(request.model), fix="add files=test.parquet"
         )
+    lengths = lengths_of(request, config)
+    _check_least(rollout.min_tokens, lengths[1])
     return Settings(
         config,
         files,
@@ -192,7 +194,7 @@ def settings_of(request: EvalRequest) -> Settings:
         else config.rollout.val_temperature
         if config
         else 0.0,
-        *lengths_of(request, config),
+        *lengths,
         rollout,
     )
 
@@ -205,6 +207,17 @@ def check_files(request: EvalRequest, settings: Settings) -> None:
     for file in settings.files:
         if not Path(file).is_file():
             raise _missing(file, request)
+
+
+def _check_least(min_tokens: int, limit: int) -> None:
+    """Raise UserError if no response of at most `limit` tokens could end by itself, as for a run."""
+    if min_tokens >= limit:
+        raise UserError(
+            f"min_tokens={min_tokens} leaves no response an end of its own",
+            where="min_tokens, max_response_length",
+            why=f"a response has at most max_response_length = {limit} tokens",
+            fix=f"set min_tokens below {limit}, or raise max_response_length",
+        )
 
 
 def _check_model(folder: Path) -> None:

@@ -77,3 +77,27 @@ def test_a_damaged_config_of_the_model(text: str) -> None:
     error = refusal(EvalRequest(Path("model"), files="here.jsonl"))
     assert error.what == "model/config.json cannot be read"
     assert str(error.why).startswith("it is no JSON object")
+
+
+@pytest.mark.parametrize(
+    ("model", "limit", "given", "refused"),
+    [
+        (RUN, None, 31, False),
+        (RUN, None, 32, True),
+        (RUN, 4, None, True),  # the run's 4
+        (RUN, 5, None, False),
+        (Path("model"), 3, 3, True),
+    ],
+)
+def test_responses_that_could_not_end_are_refused_as_in_a_run(
+    model: Path, limit: int | None, given: int | None, refused: bool
+) -> None:
+    config = MINIMAL.replace("rollout:\n", "rollout:\n  min_tokens: 4\n")
+    (RUN / "config.yaml").write_text(config)
+    request = EvalRequest(model, files="here.jsonl", max_response_length=limit, min_tokens=given)
+    if not refused:
+        settings_of(request)
+        return
+    error = refusal(request)
+    assert error.where == "min_tokens, max_response_length"
+    assert "leaves no response an end" in error.what

@@ -151,7 +151,9 @@ def run_steps(
         tracker.log(metrics, step=0)
     if trainer.step and lacks_evaluation(trainer):
         count = len(trainer.parts.val_prompts)
-        with stage(f"evaluating {count} prompts after step {trainer.step}, in which the run ended"):
+        with stage(
+            f"evaluating {count} prompts after step {trainer.step}, which has no figures yet"
+        ):
             metrics = trainer.evaluate()
         metrics |= checkpoints.evaluated(metrics, tracker)
         tracker.log(metrics, step=trainer.step)

@@ -85,8 +85,10 @@ def test_an_export_that_fails_says_what_there_still_is(tmp_path, saved):
         (2, ["val/accuracy"], False),
     ],
 )
-def test_a_run_that_ended_in_an_evaluation_makes_it_at_the_resume(tmp_path, step, keys, again):
-    """Of steps 2 and 3, which are evaluated. Step 3 is the last one."""
+def test_an_evaluation_that_the_metrics_lack_is_made_at_the_resume(
+    tmp_path, capsys, step, keys, again
+):
+    """Of steps 2 and 3, which are evaluated: the run ended in it, or test_freq is new. Step 3 is the last one."""
     trainer = Trainer(config(tmp_path, *OVERRIDES))
     trainer.config.run_dir.mkdir(parents=True)
     metrics = trainer.config.run_dir / "metrics.jsonl"
@@ -98,6 +100,7 @@ def test_a_run_that_ended_in_an_evaluation_makes_it_at_the_resume(tmp_path, step
     trainer.evaluate = lambda: calls.append(trainer.step) or {"val/accuracy": 0.5}
     with Tracker(trainer.config.run_dir, [], 3, {}, start_step=step) as tracker, Stop() as stop:
         run_steps(trainer, Checkpoints(), tracker, stop, 0.0)
+    assert (f"after step {step}, which has no figures yet" in capsys.readouterr().err) is again
     assert calls == [step] * again + [made for made in (2, 3) if made > step]
     accuracies = {
         entry["step"]: entry.get("val/accuracy") for entry in read_metrics(metrics.parent)

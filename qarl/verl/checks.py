@@ -60,14 +60,26 @@ def refuse_own(config: Config) -> None:
             )
 
 
-def refuse_words_for_booleans(config: Config, defaults: Any) -> None:
+def refuse_words_for_booleans(config: Config, defaults: Any, composed: Any) -> None:
     """Raise UserError if the section `verl` has a text where verl's `defaults` have true or false, which verl would
-    take for true, whatever it says."""
+    take for true, whatever it says. An interpolation counts as what it is in `composed`."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    for key, value in config.verl.items():
+    for key in config.verl:
         default = OmegaConf.select(defaults, key.removeprefix("+"), throw_on_missing=False)
-        if isinstance(default, bool) and isinstance(value, str):
+        if not isinstance(default, bool):
+            continue
+        try:
+            value = OmegaConf.select(composed, key.removeprefix("+"))
+        except OmegaConfBaseException as error:
+            raise UserError(
+                f"verl.{key}={config.verl[key]} has no value",
+                where=f"verl.{key}",
+                why=str(error).splitlines()[0],
+                fix="correct the interpolation, or write true or false",
+            ) from error
+        if isinstance(value, str):
             meant = meant_boolean(value)
             raise UserError(
                 f"verl.{key} is the text {value!r}, and not true or false",

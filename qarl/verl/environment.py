@@ -16,7 +16,7 @@ from qarl.progress import live
 def set_environment(config: Config, on_cpu: bool) -> None:
     """Set the variables of `worker_environment` in this process too. If verl has been imported before, its plugins did
     not see VERL_PLATFORM, so register QaRL's platform now."""
-    check_sockets(on_cpu)
+    check_sockets(config, on_cpu)
     os.environ.update(worker_environment(config, on_cpu))
     if "verl" in sys.modules:
         from qarl.verl.entry_point import register_cpu
@@ -26,11 +26,13 @@ def set_environment(config: Config, on_cpu: bool) -> None:
 
 LONGEST_SOCKET = 107
 """Most bytes in the path of a Unix socket."""
-SOCKET = "/ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
+SOCKET = "/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 """What Ray appends to its folder, with a process id of seven digits."""
+TEMP_DIR = "ray_kwargs.ray_init._temp_dir"
+"""verl's key for Ray's folder. Without it the folder is `ray` in that of temporary files."""
 
 
-def check_sockets(on_cpu: bool) -> None:
+def check_sockets(config: Config, on_cpu: bool) -> None:
     """Raise UserError if the run would start a Ray whose sockets get too long a path, which Ray notices late.
 
     On a CPU a run always starts its own Ray, otherwise unless RAY_ADDRESS names one."""
@@ -38,13 +40,19 @@ def check_sockets(on_cpu: bool) -> None:
         return
     name = "RAY_TMPDIR" if "RAY_TMPDIR" in os.environ else "TMPDIR"
     folder = os.environ.get(name, "/tmp")
-    limit = LONGEST_SOCKET - len(SOCKET)
+    appended = f"/ray{SOCKET}"
+    where = f"the environment variable {name}"
+    fix = "set RAY_TMPDIR to a short folder, such as /tmp"
+    if own := config.verl.get(TEMP_DIR) or config.verl.get(f"+{TEMP_DIR}"):
+        folder, appended, where = str(own), SOCKET, f"verl.{TEMP_DIR}"
+        fix = "set it to a folder with a short path"
+    limit = LONGEST_SOCKET - len(appended)
     if len(os.fsencode(folder)) > limit:
         raise UserError(
             f"the folder of temporary files is too long for Ray: {folder}",
-            where=f"the environment variable {name}",
+            where=where,
             why=f"Ray's sockets are in it, whose paths have at most {LONGEST_SOCKET} bytes, so it has at most {limit}",
-            fix="set RAY_TMPDIR to a short folder, such as /tmp",
+            fix=fix,
         )
 
 

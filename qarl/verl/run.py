@@ -217,7 +217,6 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
 
     checks.refuse_own(config)
     composed = deepcopy(_verls_defaults(on_cpu))
-    checks.refuse_words_for_booleans(config, composed)
     for key, value in {**verl_keys(config, on_cpu), **with_whole_paths(config.verl)}.items():
         try:
             OmegaConf.update(composed, key.removeprefix("+"), value, force_add=key.startswith("+"))
@@ -228,6 +227,7 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
                 why=str(error).splitlines()[0],
                 fix="look the key up in verl's ppo_trainer.yaml; to add a key, write +KEY in the YAML mapping `verl`",
             ) from error
+    checks.refuse_words_for_booleans(config, _verls_defaults(on_cpu), composed)
     checks.check_run_config(config, composed)
     return composed
 

@@ -27,7 +27,13 @@ from qarl.errors import UserError
 from qarl.rollout.engine_config import capture_sizes
 from qarl.trainer.master_optimizer import lr_scale
 from qarl.verl.config import verl_keys
-from qarl.verl.environment import LONGEST_SOCKET, SOCKET, check_sockets, worker_environment
+from qarl.verl.environment import (
+    LONGEST_SOCKET,
+    SOCKET,
+    TEMP_DIR,
+    check_sockets,
+    worker_environment,
+)
 from qarl.verl.keys import OWN_KEYS, STOPS
 from qarl.verl.run import dry_run, verl_config
 
@@ -173,6 +179,22 @@ def test_a_word_is_no_boolean_of_verl(word, fix):
     assert caught.value.where == "verl.trainer.val_only" and caught.value.fix == fix
 
 
+def test_an_interpolation_counts_as_its_value(monkeypatch):
+    """`oc.env` gives a text, which verl would take for true; `oc.decode` and other keys give a boolean."""
+    monkeypatch.setenv("QARL_TEST_WORD", "false")
+
+    def value(text: str) -> bool:
+        config = quickstart(verl={"trainer.val_only": text})
+        return verl_config(config, on_cpu=True).trainer.val_only
+
+    assert value("${oc.decode:${oc.env:QARL_TEST_WORD}}") is False
+    assert value("${data.shuffle}") is True
+    with pytest.raises(UserError, match="is the text 'false', and not true or false"):
+        value("${oc.env:QARL_TEST_WORD}")
+    with pytest.raises(UserError, match="has no value"):
+        value("${oc.env:QARL_TEST_NOTHING}")
+
+
 def test_a_run_on_a_cpu_starts_its_own_ray():
     """Also where RAY_ADDRESS names one, or one runs: neither accepts num_cpus."""
     ours = verl_config(quickstart(), on_cpu=True).ray_kwargs.ray_init
@@ -187,20 +209,36 @@ def test_a_folder_that_is_too_long_for_rays_sockets(monkeypatch, name):
 
     for variable in ("TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS"):
         monkeypatch.delenv(variable, raising=False)
-    longest = "/" + "x" * (LONGEST_SOCKET - len(SOCKET) - 1)
+    config = quickstart()
+    appended = f"/ray{SOCKET}"
+    longest = "/" + "x" * (LONGEST_SOCKET - len(appended) - 1)
     monkeypatch.setenv(name, longest)
-    check_sockets(on_cpu=True)
-    validate_socket_filepath(longest + SOCKET)
+    check_sockets(config, on_cpu=True)
+    validate_socket_filepath(longest + appended)
     monkeypatch.setenv(name, f"{longest}x")
     with pytest.raises(UserError, match="too long for Ray") as caught:
-        check_sockets(on_cpu=False)
+        check_sockets(config, on_cpu=False)
     assert name in caught.value.where and "RAY_TMPDIR" in caught.value.fix
     with pytest.raises(OSError, match="cannot exceed"):
-        validate_socket_filepath(f"{longest}x{SOCKET}")
+        validate_socket_filepath(f"{longest}x{appended}")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    check_sockets(on_cpu=False)
+    check_sockets(config, on_cpu=False)
     with pytest.raises(UserError):
-        check_sockets(on_cpu=True)
+        check_sockets(config, on_cpu=True)
+
+
+@pytest.mark.parametrize("added", ["", "+"])
+def test_rays_own_folder_counts_in_place_of_the_temporary_one(monkeypatch, added):
+    """Ray appends no `ray` to it (`Node._init_temp`)."""
+    from ray._private.utils import validate_socket_filepath
+
+    monkeypatch.setenv("RAY_TMPDIR", "/" + "x" * LONGEST_SOCKET)
+    longest = "/" + "y" * (LONGEST_SOCKET - len(SOCKET) - 1)
+    check_sockets(quickstart(verl={f"{added}{TEMP_DIR}": longest}), on_cpu=True)
+    validate_socket_filepath(longest + SOCKET)
+    with pytest.raises(UserError, match="too long for Ray") as caught:
+        check_sockets(quickstart(verl={f"{added}{TEMP_DIR}": f"{longest}y"}), on_cpu=True)
+    assert caught.value.where == f"verl.{TEMP_DIR}"
 
 
 @pytest.mark.parametrize("key", OWN_KEYS)

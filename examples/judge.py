@@ -5,7 +5,8 @@
         qarl train config=quickstart.yaml reward.function=examples/judge.py:judged
 
 `judged` gets all answers of a batch at once and asks about `AT_ONCE` of them at a time. verl scores each answer by
-itself: name `judged_alone` there. Beside other functions it has a weight (docs/do/reward.md#several-functions):
+itself: name `judged_alone` there, also in the list below. Beside other functions it has a weight
+(docs/do/reward.md#several-functions):
 
     reward.functions='[{function: math_verify}, {function: examples/judge.py:judged, weight: 0.5}]'
 
@@ -20,6 +21,7 @@ import json
 import os
 import re
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 URL = os.environ.get("QARL_JUDGE_URL", "http://localhost:8000/v1")
@@ -27,13 +29,14 @@ MODEL = os.environ.get("QARL_JUDGE_MODEL", "judge")
 KEY = os.environ.get("QARL_JUDGE_KEY", "none")
 AT_ONCE = 32
 TRIES = 3
-SECONDS = 30
+SECONDS = 15
 """Time limit of a request. All tries must fit into reward.timeout_s."""
 QUESTION = """\
 Reference answer: {truth}
 Answer of a student: {answer}
 
 How good is the student's answer, from 0 to 10? Write the number alone."""
+POOL = ThreadPoolExecutor(AT_ONCE)
 
 
 async def judged(
@@ -43,13 +46,12 @@ async def judged(
     extra_infos: list[dict[str, Any]],
 ) -> list[float]:
     """Return a score from 0 to 1 for each answer."""
-    free = asyncio.Semaphore(AT_ONCE)
-
-    async def ask(answer: str, truth: Any) -> float:
-        async with free:
-            return await asyncio.to_thread(score, answer, truth)
-
-    return await asyncio.gather(*map(ask, solution_strs, ground_truths))
+    loop = asyncio.get_running_loop()
+    asked = [
+        loop.run_in_executor(POOL, score, answer, truth)
+        for answer, truth in zip(solution_strs, ground_truths, strict=True)
+    ]
+    return await asyncio.gather(*asked)
 
 
 async def judged_alone(

@@ -19,6 +19,7 @@ from qarl.data.digests import reward_source, reward_sources
 from qarl.data.prompts import Prompt
 from qarl.data.reward_outcomes import call_all
 from qarl.data.reward_workers import Reward
+from qarl.data.rewards import load_module
 from qarl.data.scoring import (
     compares_answers,
     find_reward,
@@ -263,6 +264,8 @@ def test_digests(file: Path) -> None:
 class Judge(BaseHTTPRequestHandler):
     asked: list[dict[str, Any]] = []  # noqa: RUF012  the test empties it
     replies: dict[str, list[str]] = {}  # noqa: RUF012  the test fills it
+    together = threading.Barrier(1)
+    """Requests that must have come before any is answered."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -270,6 +273,7 @@ class Judge(BaseHTTPRequestHandler):
         question = body["messages"][0]["content"]
         answer = question.split("student: ")[1].split("\n")[0]
         replies = self.replies[answer]
+        self.together.wait()
         said = replies.pop(0) if len(replies) > 1 else replies[0]
         if said == "500":
             self.send_error(500)
@@ -286,6 +290,7 @@ class Judge(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Judge]]:
+    monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 64)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("QARL_JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
@@ -306,6 +311,23 @@ def test_a_judge_behind_an_address(judge: type[Judge], stopped: list[Reward], na
     first = judge.asked[0]
     assert first["path"] == "/v1/chat/completions" and first["key"] == "Bearer secret"
     assert first["temperature"] == 0
+
+
+def test_as_many_questions_at_a_time_as_the_judge_says(
+    judge: type[Judge], stopped: list[Reward], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer waits for 32 questions, however many cores the machine has."""
+    monkeypatch.setattr(judge, "together", threading.Barrier(32, timeout=10))
+    judge.replies = {"b": ["7"]}
+    reward = find_reward(f"{ROOT}/examples/judge.py:judged")
+    stopped.append(reward)
+    assert score_responses(reward, prompts(64), ["b"] * 64, timeout_s=30) == [0.7] * 64
+
+
+def test_all_tries_of_a_question_fit_into_the_usual_limit() -> None:
+    examples = load_module(f"{ROOT}/examples/judge.py")
+    limit = RewardConfig().timeout_s
+    assert limit is not None and limit > examples.TRIES * examples.SECONDS
 
 
 def test_a_judge_that_says_no_number_stops_the_run(

@@ -58,14 +58,18 @@ def test_two_steps(tmp_path: Path, name: str) -> None:
     assert evaluation
     for row in rows:
         assert row["mismatch/abs_max"] == 0.0
-    texts = tokenizer.batch_decode(
-        [row[:n] for row, n in zip(batch.responses, batch.response_lengths, strict=True)]
-    )
-    ends = ("<|eos|>", "+" if name == "an id" else "<|eos|>", *settings.rollout.stop)
-    for text, length, reason in zip(
-        texts, batch.response_lengths.tolist(), batch.finish_reasons or (), strict=True
-    ):
-        assert length > settings.rollout.min_tokens or reason == "length"
+    texts = [
+        [tokenizer.decode([token]) for token in row[:n]]
+        for row, n in zip(batch.responses.tolist(), batch.response_lengths.tolist(), strict=True)
+    ]
+    stops = ("+" if name == "an id" else "<|eos|>", *settings.rollout.stop)
+    least = settings.rollout.min_tokens
+    ended = set()
+    for tokens, reason in zip(texts, batch.finish_reasons or (), strict=True):
+        assert len(tokens) > least or reason == "length"
+        assert not any(stop in token for stop in stops for token in tokens[least:-1])
         if reason == "stop":
-            assert text.rstrip().endswith(ends)
+            ended.add(tokens[-1].strip())
+    assert ended <= {"<|eos|>", *stops}
+    assert name == "least tokens" or ended & {"+", "="}
     assert metrics["overlong/masked_frac"] == metrics["response_length/clip_ratio"]

@@ -107,9 +107,11 @@ def ends_of_turns(config: Config, tokenizer: Any, hf_config: Any) -> tuple[int, 
     return tuple(sorted({*ends, *config.rollout.stop_token_ids}))
 
 
-def check_stops(rollout: RolloutConfig, tokenizer: Any) -> None:
-    """Raise UserError if `rollout.stop` or `rollout.stop_token_ids` names what no response can have."""
-    refuse_unknown_ids(rollout.stop_token_ids, len(tokenizer))
+def check_stops(rollout: RolloutConfig, tokenizer: Any, section: str = "rollout.") -> None:
+    """Raise UserError if `rollout.stop` or `rollout.stop_token_ids` names what no response can have.
+
+    `section`: how names of the two begin where they were given."""
+    refuse_unknown_ids(rollout.stop_token_ids, len(tokenizer), section)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {str(token): number for number, token in added.items() if token.special}
     for text in rollout.stop:
@@ -117,19 +119,22 @@ def check_stops(rollout: RolloutConfig, tokenizer: Any) -> None:
         if inside:
             raise UserError(
                 f"the text {text!r} would never end a response",
-                where="rollout.stop",
+                where=f"{section}stop",
                 why=f"{', '.join(inside)} is a special token, and vLLM leaves special tokens out of the text that it "
                 "compares",
-                fix=f"set rollout.stop_token_ids=[{', '.join(map(str, inside.values()))}] instead",
+                fix=f"set {section}stop_token_ids=[{', '.join(map(str, inside.values()))}] instead",
             )
 
 
-def refuse_unknown_ids(token_ids: Sequence[int], vocabulary: int) -> None:
-    """Raise UserError if one of `rollout.stop_token_ids` is no token. `vocabulary`: number of tokens."""
+def refuse_unknown_ids(
+    token_ids: Sequence[int], vocabulary: int, section: str = "rollout."
+) -> None:
+    """Raise UserError if one of `rollout.stop_token_ids` is no token. `vocabulary`: number of tokens. `section`: as in
+    `check_stops`."""
     if unknown := [token for token in token_ids if token >= vocabulary]:
         raise UserError(
             f"token {unknown[0]} does not exist",
-            where="rollout.stop_token_ids",
+            where=f"{section}stop_token_ids",
             why=f"the model has {vocabulary} tokens, numbered from 0",
             fix="give the tokenizer's own ids (tokenizer.convert_tokens_to_ids)",
         )

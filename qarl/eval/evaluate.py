@@ -121,7 +121,7 @@ def _prompts(request: EvalRequest, settings: Settings, folder: Path) -> list[Pro
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=request.trust_remote_code)
-    check_stops(settings.rollout, tokenizer)
+    check_stops(settings.rollout, tokenizer, section="")
     variables = request.apply_chat_template_kwargs
     options: dict[str, Any] = {"tokenizer": tokenizer, "apply_chat_template_kwargs": variables}
     if settings.config:

@@ -84,6 +84,14 @@ def test_a_damaged_file(model: Path) -> None:
         evaluate.evaluate(request, settings_of(request))
 
 
+def test_a_stop_that_no_response_can_have_is_named_as_it_was_given(model: Path) -> None:
+    write_rows("x.jsonl", [row(ground_truth="t7")])
+    request = EvalRequest(model, files="x.jsonl", reward="mine.py:ends", stop_token_ids=[999])
+    with pytest.raises(UserError, match="token 999 does not exist") as caught:
+        evaluate.evaluate(request, settings_of(request))
+    assert caught.value.where == "stop_token_ids"
+
+
 def test_a_task_of_reasoning_gym(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The library's own scorer, for a right and for a wrong response."""
     skip_unless_installed("reasoning_gym")

@@ -73,6 +73,9 @@ def test_refused_before_the_engine_starts() -> None:
     config = load_config([QUICKSTART, "rollout.stop=['so <x>']"])
     with pytest.raises(UserError, match=r"rollout.stop_token_ids=\[2\] instead"):
         check_stops(config.rollout, tokenizer)
+    with pytest.raises(UserError, match=r"set stop_token_ids=\[2\] instead") as caught:
+        check_stops(config.rollout, tokenizer, section="")
+    assert caught.value.where == "stop"
     check_stops(load_config([QUICKSTART, "rollout.stop=x"]).rollout, tokenizer)
 
 

@@ -50,7 +50,7 @@ from qarl.data.ground_truths import SECONDS, judge, refusal
 from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary
 from qarl.data.reward_workers import Reward
 from qarl.data.rewards import BUILTIN
-from qarl.data.scoring import compares_answers, score_responses
+from qarl.data.scoring import compares_answers, refuse_batches, score_responses
 from qarl.errors import UserError, alternatives
 from qarl.families import ALIGNED, check_adapters, check_family, check_rows, shown_mismatch
 from qarl.kernels.cpu import layer_ops
@@ -433,6 +433,7 @@ CHECKS = (
     Check("data", "the prompts are the same every day", _date),
     Check("data", "evaluation prompts are new", _val_prompts),
     Check("data", "the reward function scores a row", _reward),
+    Check("data", "verl scores each response by itself", refuse_batches, backend="verl"),
     *environment.CHECKS,
     Check("data", "ground truths are right answers", _ground_truths),
     Check("data", "the reward sees the special tokens that it names", special_tokens_unseen),

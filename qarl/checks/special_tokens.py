@@ -34,13 +34,13 @@ def special_tokens_unseen(config: Config, tokenizer: Any, train_prompts: PromptD
         else tags_of_answers(tokenizer, tokens, train_prompts)
     )
     for unseen, source in (
-        (in_reward, "the source of reward.function"),
+        (in_reward, f"the source of {config.reward.key}"),
         (in_template, "the chat template"),
     ):
         if unseen:
             yield warning(
                 f"{source} names {', '.join(unseen)}, which the reward does not see (reward.keep_special_tokens)",
-                where=f"reward.function={', '.join(config.reward.names)}",
+                where=f"{config.reward.key}={', '.join(names)}",
                 why="they are special tokens of the tokenizer, and these are removed from a response's text",
                 fix="set reward.keep_special_tokens=true, or make them ordinary tokens of the tokenizer",
             )

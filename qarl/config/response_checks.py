@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from qarl.config.errors import Problem, bad, items
+from qarl.config.errors import Problem, bad
+from qarl.config.reward import RewardConfig
 from qarl.config.types import TURN_REWARDS
 
 Values = Mapping[str, Any]
@@ -26,19 +27,19 @@ def responses_can_end(v: Values) -> Problems:
         yield bad(v, key, reason, "set it to 0, or set backend=local")
 
 
-def reward_functions(v: Values) -> list[str]:
-    """Return the names of the functions whose scores are added."""
-    several = [entry["function"] for entry in items(v["reward.functions"])]
-    return several or [v["reward.function"]]
+def reward_of(v: Values) -> RewardConfig:
+    """Return the reward's keys of functions."""
+    return RewardConfig(function=v["reward.function"], functions=v["reward.functions"])
 
 
 def rewards_have_names(v: Values) -> Problems:
     key = "reward.functions"
-    labels = [entry.get("name") or entry["function"].rpartition(":")[2] for entry in items(v[key])]
+    reward = reward_of(v)
+    labels = reward.labels
     if twice := [label for label in labels if labels.count(label) > 1]:
         reason = f"two functions are called {twice[0]}, and each has a metric of its own"
         yield bad(v, key, reason, "give them different names, as in {function: ..., name: other}")
-    if v[key] and not any(entry.get("weight", 1.0) for entry in items(v[key])):
+    if not any(part.weight for part in reward.parts):
         yield bad(v, key, "all weights are 0, so there is nothing to learn", "give one a weight")
 
 
@@ -54,13 +55,13 @@ def conversations_have_an_environment(v: Values) -> Problems:
     key = "rollout.environment"
     longest = "multi_turn.max_turn_length"
     if v[key] is None:
-        of_turns = [name for name in reward_functions(v) if name in TURN_REWARDS]
+        reward = reward_of(v)
+        of_turns = [name for name in reward.names if name in TURN_REWARDS]
         if of_turns:
             reason = (
                 f"{of_turns[0]} is the sum of the rewards of rollout.environment, which is not set"
             )
-            where = "reward.functions" if v["reward.functions"] else "reward.function"
-            yield bad(v, where, reason, f"set {key}, or choose another function")
+            yield bad(v, reward.key, reason, f"set {key}, or choose another function")
         return
     limit = v["data.max_response_length"]
     if v[longest] is not None and v[longest] > limit:

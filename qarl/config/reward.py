@@ -73,6 +73,11 @@ class RewardConfig(Section):
         return tuple(part.function for part in self.parts)
 
     @property
+    def key(self) -> str:
+        """The key that names the functions, for errors."""
+        return "reward.functions" if self.functions else "reward.function"
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """What metrics call those of `functions`. `function` has no metric beside the reward's."""
         return tuple(part.label for part in self.functions)

@@ -28,8 +28,8 @@ SECONDS = 20.0
 _AT_ONCE = 8
 _EXAMPLES = 3
 _FIXES = {
-    "arithmetic": "give numbers as ground truths, such as 72, or set another reward.function",
-    "math_verify": "give numbers, LaTeX or single letters as ground truths, or set another reward.function",
+    "arithmetic": "give numbers as ground truths, such as 72, or choose another function",
+    "math_verify": "give numbers, LaTeX or single letters as ground truths, or choose another function",
     "reasoning_gym": "write the data again with another answer_in, such as auto",
 }
 
@@ -104,7 +104,7 @@ def as_answer(prompt: Prompt, form: str) -> str:
 def refusal(judged: Judged, function: str, where: str) -> UserError | None:
     """Return the error for ground truths that are mostly wrong, with examples, or None.
 
-    `function`: `reward.function`. `where`: the key of the data files."""
+    `function`: as in `reward.function`. `where`: the key of the data files."""
     if not judged.mostly_wrong:
         return None
     examples = (
@@ -113,7 +113,7 @@ def refusal(judged: Judged, function: str, where: str) -> UserError | None:
     )
     advice = _FIXES.get(function, "correct them, or the function")
     return UserError(
-        f"{len(judged.wrong)} of {judged.count} ground truths are no right answers for reward.function={function} "
+        f"{len(judged.wrong)} of {judged.count} ground truths are no right answers for the reward function {function} "
         "(reward.check_ground_truths)",
         where=f"reward_model.ground_truth in {where}; {'; '.join(examples)}",
         why="each was given as the response, plain, boxed and in a sentence, and scored no more than an empty response",

@@ -35,12 +35,13 @@ class Scored(NamedTuple):
 
 class Refused(NamedTuple):
     """Why there is no score. `what` continues the words "the reward function NAME". `name`: of the function, if there
-    are several."""
+    are several. `responses`: how many the call was about."""
 
     what: str
     why: str
     fix: str
     name: str = ""
+    responses: int = 1
 
 
 class Lost(Refused):

@@ -90,13 +90,13 @@ def serve(descriptor: int) -> None:
 
 def caller(role: str, function: Any) -> Callable[..., Any]:
     """Return what calls the `function` of this role and returns its outcome."""
-    if role == "reward.function":
-        from qarl.data.reward_outcomes import call, call_all, scores_all
-
-        return call_all if scores_all(function) else call
     from qarl.data.environment_outcomes import call_environment
+    from qarl.data.reward_outcomes import call, call_all, scores_all
+    from qarl.data.worker_roles import ENVIRONMENT
 
-    return call_environment
+    if role == ENVIRONMENT.key:
+        return call_environment
+    return call_all if scores_all(function) else call
 
 
 def load(spec: str, role: str) -> tuple[dict[str, Any], Any]:
@@ -104,6 +104,7 @@ def load(spec: str, role: str) -> tuple[dict[str, Any], Any]:
     from qarl.data.environment_outcomes import get_environment
     from qarl.data.reward_outcomes import raised, scores_all
     from qarl.data.rewards import get_reward_fn, name_of
+    from qarl.data.worker_roles import ENVIRONMENT, ROLES
     from qarl.errors import UserError
 
     source = spec.rpartition(":")[0]
@@ -112,7 +113,8 @@ def load(spec: str, role: str) -> tuple[dict[str, Any], Any]:
     ):  # as for a script, whose neighbours can be imported; last, so that they hide nothing
         sys.path.append(str(Path(source).resolve().parent))
     try:
-        function = get_reward_fn(spec) if role == "reward.function" else get_environment(spec)
+        of_turns = role == ENVIRONMENT.key
+        function = get_environment(spec) if of_turns else get_reward_fn(spec, ROLES[role])
         facts = {"name": name_of(function), "source": source_digest(function)}
         return facts | {"scores_all": scores_all(function)}, function
     except UserError as error:

@@ -133,10 +133,13 @@ class WorkerFunction:
             self.stop()
             raise
 
-    def submit(self, arguments: Mapping[str, Any], timeout_s: float | None) -> Future[Any]:
-        """As in `Reward`. The future raises UserError if the function cannot be loaded."""
+    def submit(
+        self, arguments: Mapping[str, Any], timeout_s: float | None, *, responses: int = 1
+    ) -> Future[Any]:
+        """As in `Reward`, for a call about this number of responses, each of which has the limit. The future raises
+        UserError if the function cannot be loaded."""
         threads = self._executor()
-        return threads.submit(self._ask, threads, arguments, timeout_s)
+        return threads.submit(self._ask, threads, arguments, timeout_s, responses)
 
     def stop(self) -> None:
         with self._lock:
@@ -186,14 +189,18 @@ class WorkerFunction:
             )
 
     def _ask(
-        self, threads: ThreadPoolExecutor, arguments: Mapping[str, Any], timeout_s: float | None
+        self,
+        threads: ThreadPoolExecutor,
+        arguments: Mapping[str, Any],
+        timeout_s: float | None,
+        responses: int,
     ) -> Any:
         for _ in range(STARTS):
             if threads is not self._threads:
                 raise CancelledError
             worker = self._take()
             try:
-                outcome = worker.ask(arguments, timeout_s)
+                outcome = worker.ask(arguments, timeout_s, responses)
             except _EndedIdleError:
                 self._discard(worker)
                 continue
@@ -231,14 +238,16 @@ class WorkerReward(WorkerFunction):
             self.load()
         if not self.scores_all:
             return [self.submit(row, timeout_s) for row in rows]
-        limit = None if timeout_s is None else timeout_s * len(rows)
-        whole = self.submit(of_all(rows), limit)
-        return [then(whole, partial(_entry, number)) for number in range(len(rows))]
+        count = len(rows)
+        whole = self.submit(of_all(rows), timeout_s, responses=count)
+        return [then(whole, partial(_entry, number, count)) for number in range(count)]
 
 
-def _entry(number: int, outcomes: list[Outcome] | Refused) -> Outcome:
-    """Return the outcome of a response in those of a batch. A refusal is of the whole batch."""
-    return outcomes if isinstance(outcomes, Refused) else outcomes[number]
+def _entry(number: int, count: int, outcomes: list[Outcome] | Refused) -> Outcome:
+    """Return the outcome of a response in those of a batch of `count`. A refusal is of the whole batch."""
+    if isinstance(outcomes, Refused):
+        return outcomes._replace(responses=count)
+    return outcomes[number]
 
 
 def then(future: Future[Any], function: Callable[[Any], Any]) -> Future[Any]:
@@ -313,8 +322,9 @@ class Worker:
         self.scores_all = loaded["scores_all"]
         return str(loaded["name"])
 
-    def ask(self, arguments: Mapping[str, Any], timeout_s: float | None) -> Any:
-        """Return the outcome of a call. If it takes longer than `timeout_s`, or ends the process, end the worker."""
+    def ask(self, arguments: Mapping[str, Any], timeout_s: float | None, responses: int = 1) -> Any:
+        """Return the outcome of a call. If it takes longer than `timeout_s` for each of the `responses`, or ends the
+        process, end the worker."""
         try:
             self._connection.send(dict(arguments))
             self._wait(None)
@@ -329,14 +339,15 @@ class Worker:
             )
         assert started == reward_process.STARTED
         try:
-            if self._wait(timeout_s):
+            if self._wait(None if timeout_s is None else timeout_s * responses):
                 return self._connection.recv()
         except (EOFError, OSError):
             return Lost("ended its process", self._exit(), self.role.every)
         self.end()
         limit = self.role.limit
+        each = f" for each of {responses} responses" if responses > 1 else ""
         return Lost(
-            f"took longer than {limit}={timeout_s:g} seconds",
+            f"took longer than {limit}={timeout_s:g} seconds{each}",
             self.role.unanswered,
             f"make it faster, let it limit its own time, or raise {limit} (null means no limit)",
         )

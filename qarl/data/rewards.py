@@ -120,16 +120,16 @@ IN_PROCESS = ("arithmetic", "environment")
 """Built-in functions that need no worker process: they depend on their arguments alone, and always end soon."""
 
 
-def get_reward_fn(spec: str) -> RewardFn:
-    """Return the reward function that `spec` names.
+def get_reward_fn(spec: str, role: Role = REWARD) -> RewardFn:
+    """Return the reward function that `spec` names. `role`: how errors call its key.
 
     Raise UserError if there is no such built-in name, module, file or function.
     """
     if spec in _PACKAGES:
-        require(_PACKAGES[spec], needed_for=f"reward.function={spec}")
+        require(_PACKAGES[spec], needed_for=f"{role.key}={spec}")
     if spec in BUILTIN:
         return BUILTIN[spec]
-    return load_function(spec, REWARD, f"one of {', '.join(BUILTIN)}, ")
+    return load_function(spec, role, f"one of {', '.join(BUILTIN)}, ")
 
 
 def load_function(spec: str, role: Role, others: str = "") -> Callable[..., Any]:
@@ -156,7 +156,7 @@ def load_function(spec: str, role: Role, others: str = "") -> Callable[..., Any]
             f"{source} has no function {name!r}",
             where=f"{role.key}={spec}",
             why=f"its functions: {', '.join(functions) or 'none'}",
-            fix=f"write {role.key}={source}:NAME with the name of a function",
+            fix=f"write {source}:NAME with the name of a function",
         )
     return fn
 

@@ -17,18 +17,22 @@ from qarl.data.reward_outcomes import Outcome, Scored
 from qarl.data.reward_workers import InProcessReward, Reward, WorkerReward
 from qarl.data.rewards import BUILTIN, IN_PROCESS
 from qarl.data.weighted_reward import Part, WeightedReward
+from qarl.data.worker_roles import ONE_OF_REWARDS, REWARD, Role
 from qarl.errors import UserError, shortened
 from qarl.progress import live
 
 
-def find_reward(spec: str, workers: int = 1, folder: str | None = None) -> Reward:
+def find_reward(
+    spec: str, workers: int = 1, folder: str | None = None, *, role: Role = REWARD
+) -> Reward:
     """Return the reward that `spec` names (`reward.function`). Its function is loaded in its first worker process.
 
     `workers`: most worker processes (`reward.workers`). `folder`: the folder that they work in; None: the current one.
+    `role`: how errors call its key.
     """
     if spec in IN_PROCESS:
         return InProcessReward(spec, BUILTIN[spec])
-    return WorkerReward(spec, workers, folder)
+    return WorkerReward(spec, workers, folder, role=role)
 
 
 def reward_of(keys: RewardConfig, folder: str | None = None) -> Reward:
@@ -36,10 +40,32 @@ def reward_of(keys: RewardConfig, folder: str | None = None) -> Reward:
     if not keys.functions:
         return find_reward(keys.function, keys.workers, folder)
     parts = [
-        Part(part.label, part.weight, find_reward(part.function, keys.workers, folder))
+        Part(
+            part.label,
+            part.weight,
+            find_reward(part.function, keys.workers, folder, role=ONE_OF_REWARDS),
+        )
         for part in keys.functions
     ]
     return WeightedReward(parts)
+
+
+def refuse_batches(reward_fn: Reward) -> None:
+    """Raise UserError if a function scores all responses of a batch in one call, which verl does not do.
+
+    `reward_fn`: one that has been loaded."""
+    functions, role = [reward_fn], REWARD
+    if isinstance(reward_fn, WeightedReward):
+        functions, role = [part.reward for part in reward_fn.parts], ONE_OF_REWARDS
+    if of_batches := [function.name for function in functions if function.scores_all]:
+        raise UserError(
+            f"the reward function {of_batches[0]} takes all responses of a batch at once, and verl scores each by "
+            "itself",
+            where=role.key,
+            why="it has the parameter solution_strs, and would get batches of one response",
+            fix="give it the parameters data_source, solution_str, ground_truth and extra_info, it may be async; or "
+            "set backend=local",
+        )
 
 
 def compares_answers(keys: RewardConfig, reward: Reward) -> tuple[str, Reward] | None:
@@ -135,12 +161,19 @@ def reward_arguments(prompt: Prompt, response: str) -> dict[str, Any]:
 
 
 def scored(name: str, outcome: Outcome, arguments: Mapping[str, Any], *, where: str = "") -> Scored:
-    """Return `outcome` if it is a score. Otherwise raise UserError, which names the row.
+    """Return `outcome` if it is a score. Otherwise raise UserError, which names the row, or the batch.
 
     `name`: of the function. `arguments`: those of the call. `where`: text to show before the data source.
     """
     if isinstance(outcome, Scored):
         return outcome
+    if outcome.responses > 1:
+        raise UserError(
+            f"the reward function {outcome.name or name} {outcome.what}",
+            where=f"a batch of {outcome.responses} responses",
+            why=outcome.why,
+            fix=outcome.fix,
+        )
     raise UserError(
         f"the reward function {outcome.name or name} {outcome.what}",
         where=f"{where}data_source {arguments['data_source']!r}",

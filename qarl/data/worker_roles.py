@@ -30,6 +30,7 @@ REWARD = Role(
     "a response without a score cannot be used, and a score of 0 would be wrong",
     EVERY_RESPONSE,
 )
+ONE_OF_REWARDS = REWARD._replace(key="reward.functions")
 ENVIRONMENT = Role(
     "the environment",
     "rollout.environment",
@@ -37,4 +38,4 @@ ENVIRONMENT = Role(
     "the model is told so instead of an answer",
     "make it return a reply to every turn, even an empty or garbled one",
 )
-ROLES = {role.key: role for role in (REWARD, ENVIRONMENT)}
+ROLES = {role.key: role for role in (REWARD, ONE_OF_REWARDS, ENVIRONMENT)}

@@ -311,10 +311,10 @@ def scored_prompts(
 
 
 def unread_rewards(reward: str) -> UserError:
-    """Return the error about rewards of an environment that the built-in function `reward` does not read."""
+    """Return the error about rewards of an environment that the built-in functions `reward` do not read."""
     return UserError(
-        f"the environment gives rewards, and reward.function={reward} does not read them",
+        f"the environment gives rewards, and {reward} does not read them",
         where="rollout.environment",
         why="they would have no effect",
-        fix="set reward.function=environment, which is their sum, or let the environment return no reward",
+        fix="set reward.function=environment, which is their sum (or add it to reward.functions), or let it give none",
     )

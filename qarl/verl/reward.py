@@ -19,7 +19,7 @@ from typing import Any
 
 from qarl.config.reward import RewardConfig
 from qarl.data.reward_workers import Reward
-from qarl.data.scoring import reward_of, scored
+from qarl.data.scoring import refuse_batches, reward_of, scored
 from qarl.errors import UserError
 from qarl.verl import first_error
 
@@ -57,18 +57,6 @@ async def score(
         first_error.keep(error)
         raise
     return result.score if result.more is None else {**result.more, "score": result.score}
-
-
-def refuse_batches(reward: Reward) -> None:
-    """Raise UserError if the function scores all responses of a batch in one call: verl scores each by itself."""
-    if reward.scores_all:
-        raise UserError(
-            f"the reward function {reward.name} takes all responses of a batch at once, and verl scores each by itself",
-            where="reward.function",
-            why="it has the parameter solution_strs, and would get batches of one response",
-            fix="give it the parameters data_source, solution_str, ground_truth and extra_info, it may be async; or "
-            "set backend=local",
-        )
 
 
 def reward_names(config: Any) -> list[str]:

@@ -48,7 +48,6 @@ from qarl.verl.followed_log import MetricsFollower
 from qarl.verl.interrupts import AfterStart, answered_interrupt
 from qarl.verl.keys import FILES
 from qarl.verl.resume import open_verl_run
-from qarl.verl.reward import refuse_batches
 
 
 def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
@@ -61,7 +60,6 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
         run = check_run(config)
         check_run_room(config, run)
         record = run.record
-        refuse_batches(run.reward_fn)
         run.reward_fn.stop()  # from now on Ray's workers call it
         if run.conversations is not None:
             run.conversations.environment.stop()

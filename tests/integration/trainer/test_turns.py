@@ -157,7 +157,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     [
         ([f"rollout.environment={ENVIRONMENTS}:nothing"], "its functions: .*three_sums"),
         (["rollout.environment=no/file.py:answer"], "cannot load no/file.py"),
-        (["reward.function=arithmetic"], "reward.function=arithmetic does not read them"),
+        (["reward.function=arithmetic"], "arithmetic does not read them"),
     ],
     ids=["no function", "no file", "a reward that is not read"],
 )

@@ -106,6 +106,16 @@ def test_tokens_that_a_reward_waits_for(
     assert len(said) == (words is not None) and all(words in text for text in said), said
 
 
+def test_the_warning_names_the_list_of_functions(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(READS_TAGS)
+    functions: Any = [{"function": "arithmetic"}, {"function": f"{tmp_path}/mine.py:score"}]
+    config: Any = SimpleNamespace(reward=RewardConfig(functions=functions))
+    made = tokenizer(True, MESSAGES)
+    (finding,) = special_tokens_unseen(config, made, [SimpleNamespace(prompt_token_ids=[1])])  # type: ignore[arg-type]
+    assert finding.what.startswith("the source of reward.functions names </answer>")
+    assert finding.where == f"reward.functions=arithmetic, {tmp_path}/mine.py:score"
+
+
 @pytest.mark.parametrize("special", [True, False])
 def test_the_text_that_a_reward_gets(special: bool) -> None:
     made = tokenizer(special, MESSAGES)

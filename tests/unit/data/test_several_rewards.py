@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from checkout import ROOT
 
+from qarl.checks.registry import CHECKS
 from qarl.config import ConfigError, load_config
 from qarl.config.reward import RewardConfig, WeightedFunction
 from qarl.data.digests import reward_source, reward_sources
@@ -23,6 +24,7 @@ from qarl.data.rewards import load_module
 from qarl.data.scoring import (
     compares_answers,
     find_reward,
+    refuse_batches,
     reward_of,
     score_responses,
     scored_responses,
@@ -139,9 +141,9 @@ def test_a_batch_is_one_call_and_one_answer_is_a_batch_of_one(
         ("too_few", "returned 1 scores for 3 responses"),
         ("no_list", "returned 1.0 for 3 responses"),
         ("one_bad", "row 2, .*returned None"),
-        ("fails", "raised LookupError"),
+        ("fails", "a batch of 3 responses [^(]*raised LookupError"),
         ("fails_alone", "raised LookupError"),
-        ("hangs", "took longer than reward.timeout_s=0.6 seconds"),
+        ("hangs", "took longer than reward.timeout_s=0.2 seconds for each of 3 responses"),
     ],
 )
 def test_refusals(file: Path, stopped: list[Reward], name: str, words: str) -> None:
@@ -219,6 +221,37 @@ def test_verl_evaluates_the_sum_and_no_accuracy_of_a_part(
         "rewards/arithmetic": 0.0,
         "rewards/accurate": 0.25,
     }
+
+
+def test_errors_name_the_list(file: Path, stopped: list[Reward]) -> None:
+    functions = [WeightedFunction(function=name) for name in ("arithmetic", f"{file}:ranks")]
+    reward = reward_of(RewardConfig(functions=functions))
+    stopped.append(reward)
+    reward.load()
+    with pytest.raises(UserError, match="the reward function ranks takes all") as caught:
+        refuse_batches(reward)
+    assert caught.value.where == "reward.functions"
+    missing = [WeightedFunction(function=f"{file}:nothing")]
+    with pytest.raises(UserError, match="has no function 'nothing'") as caught:
+        reward_of(RewardConfig(functions=missing)).load()
+    assert caught.value.where == f"reward.functions={file}:nothing"
+    with pytest.raises(UserError) as caught:
+        find_reward(f"{file}:nothing").load()
+    assert caught.value.where == f"reward.function={file}:nothing"
+
+
+def test_a_function_of_a_batch_is_refused_for_verl_before_the_run(
+    file: Path, stopped: list[Reward]
+) -> None:
+    reward = find_reward(f"{file}:ranks")
+    stopped.append(reward)
+    reward.load()
+    names = [check.name for check in CHECKS]
+    (check,) = (check for check in CHECKS if check.name == "verl scores each response by itself")
+    assert check.backend == "verl"
+    assert names.index(check.name) > names.index("the reward function scores a row")
+    with pytest.raises(UserError, match="takes all responses of a batch at once"):
+        check.make(reward)
 
 
 def test_a_failing_part_is_named(file: Path, stopped: list[Reward]) -> None:

@@ -77,7 +77,9 @@ def test_what_a_reward_is_told_of_a_conversation():
         [[1, 2]], [[3, 5, 6, 8]], [[0.0] * 4], ["stop"], 0, conversations=[conversation]
     )
     prompt = Prompt(7, "x", [{"role": "user", "content": "?"}], [1, 2], "42", {"level": 3})
-    (told,) = scored_prompts([prompt], rollout, "mine.py:score")
+    with pytest.raises(UserError, match="rewards, and arithmetic, math_verify does not read"):
+        scored_prompts([prompt], rollout, ["arithmetic", "math_verify"])
+    (told,) = scored_prompts([prompt], rollout, ["mine.py:score"])
     assert told.index == 7 and told.ground_truth == "42"
     assert told.extra_info["level"] == 3
     assert told.extra_info["num_turns"] == 4

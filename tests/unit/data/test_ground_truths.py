@@ -94,7 +94,8 @@ def test_fewer_than_half(wrong: int, refused: bool) -> None:
     if error is not None:
         text = str(error)
         assert (
-            f"{wrong} of 8 ground truths" in text
+            f"{wrong} of 8 ground truths are no right answers for the reward function arithmetic"
+            in text
             and text.count("'no number'") == 3
             and "row 2" in text
         )

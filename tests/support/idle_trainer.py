@@ -69,6 +69,9 @@ class Checkpoints:
     def resumed(self, tracker: Tracker) -> None:
         pass
 
+    def evaluated(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
+        return {}
+
     def after_step(
         self, metrics: dict[str, float], tracker: Tracker, *, stopped: bool
     ) -> dict[str, float]:

@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from pathlib import Path
 from qarl.errors import UserError
 
 VARIABLE = "QARL_PLUGINS"
+_INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+"""Folders of installed packages."""
 
 
 def load_plugins(names: Sequence[str]) -> None:
@@ -87,13 +90,15 @@ def _load(plugin: str) -> None:
 
 
 def _location(error: BaseException) -> str:
-    """Return the place in the plugin's code at which `error` was raised, or "" if none of it ran."""
+    """Return the place in the plugin's code at which `error` was raised, or "" if none of it ran. Installed packages
+    count only if nothing else ran: one that the plugin calls, or that has replaced `sys.exit`, is not its code."""
     frames = traceback.extract_tb(error.__traceback__)
     foreign = ("<frozen", os.path.dirname(importlib.__file__), __file__)
     own = [frame for frame in frames if not frame.filename.startswith(foreign)]
     if not own:
         return ""
-    return f" (at {own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})"
+    last = [frame for frame in own if not frame.filename.startswith(_INSTALLED)] or own
+    return f" (at {last[-1].filename}, line {last[-1].lineno}, in {last[-1].name})"
 
 
 def _load_file(path: Path) -> None:

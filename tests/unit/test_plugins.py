@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
+from typing import Any
 
 import pytest
 
@@ -148,6 +150,18 @@ def test_a_plugin_that_ends_the_program(tmp_path):
     with pytest.raises(UserError, match="ends the program when it is imported") as error:
         load_config(["config=run.yaml", "plugins=[script.py]"])
     assert "sys.exit(0)" in error.value.why and "script.py, line 2" in error.value.why
+
+
+def test_the_place_is_the_plugins_also_if_a_package_has_replaced_sys_exit(tmp_path, monkeypatch):
+    """As wandb does for its run."""
+    source = "def leave(code): raise SystemExit(code)"
+    names: dict[str, Any] = {}
+    exec(compile(source, f"{sysconfig.get_path('purelib')}/hooks.py", "exec"), names)
+    monkeypatch.setattr(sys, "exit", names["leave"])
+    (tmp_path / "other.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(UserError, match="ends the program") as error:
+        load_config(["config=run.yaml", "plugins=[other.py]"])
+    assert "other.py, line 2" in error.value.why
 
 
 def test_a_name_without_its_plugin():

@@ -122,7 +122,7 @@ report_to | trainer.logger | It is a list of console, tensorboard and wandb.
 run_name | name | It also names the folder of the run.
 resume_from_checkpoint | trainer.resume_mode | A run resumes by itself if its name is unchanged.
 bf16 | model.dtype | The model is always BF16, or FP16 without quantization.
-generation_kwargs | rollout.stop | rollout has keys of its own: stop, stop_token_ids, min_tokens.
+generation_kwargs | rollout.stop | The section rollout has stop, stop_token_ids and min_tokens.
 max_new_tokens | data.max_response_length | It is in tokens.
 min_new_tokens | rollout.min_tokens | It is in tokens.
 model_name_or_path | model.path | It is a folder or a name on the Hub.

@@ -37,7 +37,7 @@ def rewards_have_names(v: Values) -> Problems:
     reward = reward_of(v)
     labels = reward.labels
     if twice := [label for label in labels if labels.count(label) > 1]:
-        reason = f"two functions are called {twice[0]}, and each has a metric of its own"
+        reason = f"two functions are called {twice[0]}, and each needs its own metric"
         yield bad(v, key, reason, "give them different names, as in {function: ..., name: other}")
     if not any(part.weight for part in reward.parts):
         yield bad(v, key, "all weights are 0, so there is nothing to learn", "give one a weight")

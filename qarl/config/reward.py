@@ -18,7 +18,7 @@ class WeightedFunction(Section):
 
     @property
     def label(self) -> str:
-        """What metrics call it."""
+        """Its name in metrics."""
         return self.name or self.function.rpartition(":")[2]
 
 
@@ -79,5 +79,5 @@ class RewardConfig(Section):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What metrics call those of `functions`. `function` has no metric beside the reward's."""
+        """The names in metrics of the `functions`. `function` has no metric of its own besides the reward."""
         return tuple(part.label for part in self.functions)

@@ -1,4 +1,4 @@
-"""What an answer is, for a vote of several answers to a prompt (`val/maj@N`).
+"""The answer that a response votes for when the majority of a prompt's responses counts (`val/maj@N`).
 
 A reward function says it under `pred` in its dict, as in verl. Of the built-in functions these read the answer that
 they compare from the response.

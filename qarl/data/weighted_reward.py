@@ -1,6 +1,6 @@
 """Several reward functions whose scores are added (`reward.functions`), as one `Reward`.
 
-Each has worker processes of its own and is asked at the same time as the others. The outcome of a response is the
+Each has its own worker processes, and all are called in parallel. The outcome of a response is the
 weighted sum, with each function's score under `rewards/NAME`, so that every backend can log it.
 """
 

@@ -106,8 +106,8 @@ class EvalRequest:
 
 @plain_dataclass(frozen=True)
 class Settings:
-    """What is scored, and how. `config`: of the run, if there is one. Lengths in tokens. `rollout`: where responses
-    end, of the request, the run or the defaults."""
+    """What is scored, and how. `config`: of the run, if there is one. Lengths in tokens. `rollout`: the keys
+    that end responses, from the request, the run or the defaults."""
 
     config: Config | None
     files: tuple[str, ...]

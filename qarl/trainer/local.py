@@ -232,11 +232,17 @@ class LocalTrainer:
         )
         return scored.rewards + penalties, penalty_metrics(penalties)
 
-    def rewards(self, prompts: Sequence[Prompt], responses: RolloutBatch) -> list[Outcome]:
-        """Return the reward of each response, and what the function returned beside it."""
+    def rewards(
+        self,
+        prompts: Sequence[Prompt],
+        responses: RolloutBatch,
+        texts: Sequence[str] | None = None,
+    ) -> list[Outcome]:
+        """Return the reward of each response, and what the function returned with it. `texts`: of the responses, if the
+        caller has them."""
         reward = self.config.reward
         scored = scored_prompts(prompts, responses, reward.names)
-        texts = self.texts(responses)
+        texts = self.texts(responses) if texts is None else texts
         return scored_responses(self.parts.reward_fn, scored, texts, timeout_s=reward.timeout_s)
 
     def texts(self, responses: RolloutBatch) -> list[str]:
@@ -415,12 +421,13 @@ class LocalTrainer:
         with self.timer.phase("eval"):
             sampling = SamplingConfig.of_evaluation(self.config)
             responses = self.sample(prompts, sampling, None if greedy else seeds, phase="eval")
-            outcomes = self.rewards(prompts, responses)
+            texts = self.texts(responses)
+            outcomes = self.rewards(prompts, responses, texts)
         scoring = self.config.reward
         parts = part_means(outcomes, scoring.labels)
         votes = [
             vote_of(scoring.names, text, outcome)
-            for text, outcome in zip(self.texts(responses), outcomes, strict=True)
+            for text, outcome in zip(texts, outcomes, strict=True)
         ]
         answers = zip(prompts, outcomes, votes, strict=True)
         return {f"val/{name}": value for name, value in parts.items()} | answers_metrics(

@@ -218,7 +218,7 @@ def in_local(config: Config, kind: str) -> dict[str, Any]:
     )
     engine: Any = RecordedEngine(batch)
     trainer = LocalTrainer(config, prepare_run(config), engine)
-    trainer.rewards = lambda prompts, responses: rewards  # type: ignore[method-assign]  # the recorded ones
+    trainer.rewards = lambda prompts, responses, texts=None: rewards  # type: ignore[method-assign]  # the recorded ones
     return {
         name: number(value) for name, value in (trainer.train_step() | trainer.timer.pop()).items()
     }

@@ -175,7 +175,7 @@ def _row(work: Work, rates: Rates, source: Source, scheme: Scheme, level: Level)
 
 @dataclass(frozen=True)
 class Held:
-    """What a device's memory holds, and what follows from it if the config leaves it to the memory."""
+    """A device's memory estimate, and the settings that follow from it where the config has null."""
 
     estimate: MemoryEstimate
     kv_tokens: float

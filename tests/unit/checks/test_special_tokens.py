@@ -111,7 +111,7 @@ def test_the_warning_names_the_list_of_functions(tmp_path: Path) -> None:
     functions: Any = [{"function": "arithmetic"}, {"function": f"{tmp_path}/mine.py:score"}]
     config: Any = SimpleNamespace(reward=RewardConfig(functions=functions))
     made = tokenizer(True, MESSAGES)
-    (finding,) = special_tokens_unseen(config, made, [SimpleNamespace(prompt_token_ids=[1])])  # type: ignore[arg-type]
+    (finding,) = special_tokens_unseen(config, made, [SimpleNamespace(prompt_token_ids=[1])])  # type: ignore[arg-type]  # no whole prompt
     assert finding.what.startswith("the source of reward.functions names </answer>")
     assert finding.where == f"reward.functions=arithmetic, {tmp_path}/mine.py:score"
 

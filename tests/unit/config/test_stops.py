@@ -95,6 +95,6 @@ def test_the_ends_of_a_turn() -> None:
 
 
 def test_arguments_of_an_evaluation() -> None:
-    request = EvalRequest(model="runs/x", stop='["a\\n", "b"]', stop_token_ids="[3]", min_tokens=2)  # type: ignore[arg-type]
+    request = EvalRequest(model="runs/x", stop='["a\\n", "b"]', stop_token_ids="[3]", min_tokens=2)  # type: ignore[arg-type]  # texts, as typed
     assert (request.stop, request.stop_token_ids, request.min_tokens) == (["a\n", "b"], [3], 2)
-    assert EvalRequest(model="runs/x", stop="</a>").stop == ["</a>"]  # type: ignore[arg-type]
+    assert EvalRequest(model="runs/x", stop="</a>").stop == ["</a>"]  # type: ignore[arg-type]  # as typed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,3 +192,26 @@ def test_weighted_sums_of_rewards_are_compared() -> None:
     how = "sum_then_normalize"
     assert equal_responses(rewards, first, 2, how).tolist() == [True, True, False, False]
     assert equal_responses(rewards, second, 2, how).tolist() == [False] * 4
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_each_process_looks_at_its_own_responses(
+    monkeypatch: pytest.MonkeyPatch, process: int
+) -> None:
+    """TRL gathers the rewards of all processes, and returns the advantages of this one's responses."""
+    rewards = torch.tensor([0.7, 0.7, 0.1, 0.2, 0.3, 0.4, 0.9, 0.9])[:, None]
+    built: Any = object.__new__(trainer.QaRLTrainer)
+    built.policy = SimpleNamespace(model=SimpleNamespace(training=True))
+    built.accelerator = SimpleNamespace(num_processes=2, process_index=process)
+    built.state = SimpleNamespace(global_step=3)
+    built.num_generations, built.reward_weights = 2, torch.ones(1)
+    built.multi_objective_aggregation, built._rewards = "sum_then_normalize", rewards
+    advantages = torch.tensor([1.0, -1.0, 2.0, -2.0])
+    monkeypatch.setattr(
+        trainer.GRPOTrainer,
+        "_generate_and_score_completions",
+        lambda *_: {"advantages": advantages},
+    )
+    output = built._generate_and_score_completions([])
+    expected = [[0.0, 0.0, 2.0, -2.0], [1.0, -1.0, 0.0, 0.0]][process]
+    assert output["advantages"].tolist() == expected

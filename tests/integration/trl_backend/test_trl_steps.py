@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +23,10 @@ from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.metrics.mismatch_limit import MismatchError
 from qarl.tbpo import tbpo_loss
-from qarl.trl import trainer
+from qarl.trl import metrics, trainer
 from qarl.trl.checks import check_resume
 from qarl.trl.config import RUN_KEYS
+from qarl.trl.metrics import StepMetrics
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +177,23 @@ def test_the_metrics_have_the_names_of_the_other_backends(
         log["actor/k3"] == pytest.approx(log["actor/rollout_k3"], rel=0.5) and log["actor/k3"] > 0
     )
     assert any(name.startswith("tokens/neg_now_") for name in ours)
+
+
+def test_the_mismatch_is_that_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has two tokens with |δ| 0.1 and 0.3, and the other has one with 0.8."""
+    config: Any = SimpleNamespace(quant=SimpleNamespace(mismatch_limit=9.0))
+    config.rollout = SimpleNamespace(temperature=1.0)
+    policy: Any = SimpleNamespace(limit_level=Level.LINEARS)
+    accelerator = SimpleNamespace(is_main_process=True)
+    here, there = (StepMetrics(config, policy, accelerator) for _ in range(2))
+    sampled = torch.tensor([[-1.0, -1.0]])
+    there.compare(sampled - 0.8, sampled, torch.tensor([[1, 0]]), trained=True)
+    here.compare(sampled + torch.tensor([0.1, -0.3]), sampled, torch.ones(1, 2), trained=True)
+    others = there._pairs.parts
+    monkeypatch.setattr(metrics, "gather_object", lambda own: own + others)
+    found = here.take(None)
+    assert found["mismatch/abs_mean"] == pytest.approx(0.4)
+    assert found["mismatch/abs_max"] == pytest.approx(0.8)
 
 
 def test_a_log_without_a_token_has_no_mismatch(

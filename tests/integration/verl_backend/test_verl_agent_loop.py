@@ -17,6 +17,7 @@ pytest.importorskip("verl")
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 from qarl.verl.agent_loop import PlainSingleTurnAgentLoop
+from qarl.verl.response_ends import finish_reasons
 from qarl.verl.sampled_text import refuse_other_tokens
 from qarl.verl.stops import Stops
 from qarl.verl.task_runner import start_agent_loop
@@ -136,6 +137,17 @@ def test_a_response_of_the_limit_that_a_text_ended_is_not_cut_off() -> None:
     rows = ([1, 2, 3], [3, 2, 1], [2, 3])
     reasons = [trainer._ended_by_text(torch.tensor(row)) for row in rows]
     assert reasons == ["stop", None, None]
+
+
+def test_a_response_of_the_limit_that_an_id_of_the_run_ended_is_not_cut_off() -> None:
+    """EOS is 1, the run adds 7, and the model's files cannot be read here."""
+    trainer: Any = object.__new__(QaRLTrainerSync)
+    rollout = {"custom": {"stop_token_ids": [7]}}
+    root = {"model": {"path": "nowhere"}, "rollout": rollout}
+    trainer.config = OmegaConf.create({"actor_rollout_ref": root})
+    trainer.tokenizer = SimpleNamespace(eos_token_id=1)
+    rows = [torch.tensor(row) for row in ([5, 6, 7], [5, 6, 1], [7, 6, 5], [5, 7])]
+    assert finish_reasons(rows, 3, trainer._ends) == ["stop", "stop", "length", "stop"]
 
 
 class Manager:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,7 +111,7 @@ def stopped() -> Any:
     environment_of.cache_clear()
 
 
-def settings(shape: Shape) -> Any:
+def settings(shape: Shape, stops: Mapping[str, Any]) -> Any:
     path = Path(called_tools.__file__).relative_to(ROOT)
     turns = {
         "max_user_turns": None,
@@ -130,6 +131,7 @@ def settings(shape: Shape) -> Any:
         "prompt_length": PROMPT,
         "response_length": shape.response,
         "full_determinism": False,
+        "custom": dict(stops),
     }
     model = {"path": "none"}
     reward = {
@@ -145,10 +147,16 @@ def settings(shape: Shape) -> Any:
     )
 
 
-def held(kind: type, tokenizer: Any, shape: Shape) -> tuple[Any, Server]:
-    """The output of a loop, and the server that it asked."""
+def held(
+    kind: type,
+    tokenizer: Any,
+    shape: Shape,
+    *,
+    stops: Mapping[str, Any] | None = None,
+) -> tuple[Any, Server]:
+    """The output of a loop, and the server that it asked. `stops`: what else ends a response (`rollout.stop`)."""
     server = Server(tokenizer, shape)
-    config = settings(shape)
+    config = settings(shape, stops or {})
     tools = [
         FunctionTool(name, function, _build_schema_from_fn(function, name))
         for name, function in called_tools.TOOLS.items()
@@ -237,6 +245,20 @@ def test_a_turn_that_ends_at_the_limit_was_not_cut(
     output, _ = held(EnvironmentAgentLoop, tokenizer, shape)
     assert output.response_ids == whole[: shape.response]
     assert output.extra_fields["finish_reason"] == reason
+
+
+@pytest.mark.parametrize("kind", ["stop", "stop_token_ids", None])
+def test_a_turn_that_the_runs_own_stop_ends_at_the_limit_was_not_cut(
+    tokenizer: Any, kind: str | None
+) -> None:
+    """Its last token is no end of the model's, and there is no room for another. vLLM says "stop" if it is an end."""
+    *_, last = ids = tokenizer("51", add_special_tokens=False)["input_ids"]
+    stops = {"stop": [tokenizer.decode([last])], "stop_token_ids": [last]}
+    given = {} if kind is None else {kind: stops[kind]}
+    shape = Shape(["51"], 1, response=len(ids))
+    output, _ = held(EnvironmentAgentLoop, tokenizer, shape, stops=given)
+    assert output.response_ids == ids
+    assert output.extra_fields["finish_reason"] == ("length" if kind is None else "stop")
 
 
 def test_the_same_rewards_and_returns_of_a_group(tokenizer: Any) -> None:

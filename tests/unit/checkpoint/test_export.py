@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoint_state import whole_state
 from random_models import save_random_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl.checkpoint import export_adapter, model_files
@@ -31,7 +32,7 @@ from qarl.config import OptimConfig
 from qarl.config.command_arguments import read_request
 from qarl.errors import UserError
 from qarl.export import main
-from qarl.lora.adapter import PREFIX, A, B
+from qarl.lora.adapter import PREFIX, WEIGHTS_FILE, A, B, write_adapter
 from qarl.quant import get_scheme, packed_state_dict, quantize_model
 from qarl.quant.experts import unstacked
 from qarl.trainer.master_optimizer import MasterOptimizer
@@ -150,6 +151,23 @@ def test_the_adapter_of_a_verl_run_has_its_factor(tmp_path, monkeypatch, alpha, 
     adapter = trained.adapter
     assert (adapter.r, adapter.targets, adapter.base) == (8, ("q_proj",), "base")
     assert adapter.factor == factor
+
+
+def test_the_adapter_of_a_verl_run_is_exported_as_it_was_published(tmp_path, monkeypatch):
+    """Its masters are FP32, and vLLM and the forward multiply by them as BF16: 1 + 2^-7 and not 1 + 2^-8 + 2^-9."""
+    write_json(tmp_path / "actor" / BASE_FILE, {"published": {}})
+    name = f"{PREFIX}model.layers.0.self_attn.q_proj"
+    masters = {f"{name}{A}": torch.full((8, 4), 1 + 2**-8 + 2**-9), f"{name}{B}": torch.ones(6, 8)}
+    config = {"lora": {"r": 8, "alpha": 8}, "model": {"path": "base"}}
+    source = Source(
+        3, config, tmp_path, lambda dtype: ((key, t.to(dtype)) for key, t in masters.items())
+    )
+    monkeypatch.setattr(export_adapter, "open_source", lambda folder, **_: source)
+    write_adapter(tmp_path, export_adapter.open_trained(tmp_path).adapter)
+    saved = load_file(tmp_path / WEIGHTS_FILE)
+    assert saved.keys() == masters.keys()
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert torch.equal(saved[f"{name}{A}"].float(), torch.full((8, 4), 1 + 2**-7))
 
 
 def test_an_adapter_whose_base_is_gone(tmp_path, monkeypatch):

@@ -141,3 +141,18 @@ def test_the_same_score_or_the_same_refusal(tmp_path: Path, name: str, backend: 
             BACKENDS[backend](spec, keys)
         assert re.search(expected, str(error.value))
     assert (os.getcwd(), dict(os.environ)) == before
+
+
+def test_a_conversation_beside_a_single_answer_is_scored_whole() -> None:
+    """In TRL, as in the other backends: its first turn has the number, and its last one has none."""
+    first = [("assistant", "4"), ("user", "sure?"), ("assistant", "yes")]
+    second = [("assistant", "5")]
+    texts = ["4 sure? yes", "5"]
+    tokenizer: Any = SimpleNamespace(batch_decode=lambda ids, **_: [texts[i] for (i,) in ids])
+    function = named_reward("arithmetic", workers=1, timeout_s=None, tokenizer=tokenizer)
+    for order in ([0, 1], [1, 0], [0, 0], [1, 1]):
+        chats = [(first, second)[i] for i in order]
+        completions = [[{"role": role, "content": text} for role, text in chat] for chat in chats]
+        truths = [("4", "5")[i] for i in order]
+        ids = [[i] for i in order]
+        assert function(["?"] * 2, completions, completion_ids=ids, ground_truth=truths) == [1, 1]

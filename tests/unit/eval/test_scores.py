@@ -6,6 +6,7 @@ import json
 import random
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import NormalDist
 
 import pytest
 from checkout import ROOT
@@ -56,6 +57,26 @@ def test_the_difference_is_taken_prompt_by_prompt() -> None:
     alone = (standard_error(first) ** 2 + standard_error(second) ** 2) ** 0.5
     assert (gap.high - gap.low) / (2 * Z) < alone / 3
     assert normal(differences(first, first)).high == 0
+
+
+def test_the_error_of_an_average_is_that_of_independent_sets() -> None:
+    """The means have the variances 1/4 and 1/12, and their average a quarter of the sum of these: 1/12."""
+    found = average({"a": [1.0, 0.0], "b": [1.0, 1.0, 0.0, 0.0]})
+    half = NormalDist().inv_cdf(0.975) / 12**0.5
+    assert (found.low, found.mean, found.high) == pytest.approx((0.5 - half, 0.5, 0.5 + half))
+
+
+@pytest.mark.parametrize("sets", [2, 5])
+def test_the_interval_of_an_average_covers_the_truth_as_often_as_it_says(sets: int) -> None:
+    rng, covered = random.Random(0), 0
+    chances = [0.3 + 0.1 * number for number in range(sets)]
+    for _ in range(600):
+        drawn = {
+            str(chance): [float(rng.random() < chance) for _ in range(40)] for chance in chances
+        }
+        found = average(drawn)
+        covered += found.low <= sum(chances) / sets <= found.high
+    assert 0.92 <= covered / 600 <= 0.975
 
 
 def test_sets_count_once_in_the_average_and_the_table_says_it_in_percent() -> None:

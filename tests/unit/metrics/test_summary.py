@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -141,6 +142,10 @@ def test_intervals_are_those_of_an_evaluation() -> None:
     )
     both = average({"a": rewards, "b": [1.0, 0.0]})
     assert (two["val/accuracy_low"], two["val/accuracy_high"]) == (both.low, both.high)
+    # Variances of the means: 4/15 among six prompts, and 1/2 among two.
+    half = NormalDist().inv_cdf(0.975) * (4 / 15 / 6 + 1 / 2 / 2) ** 0.5 / 2
+    ends = (two["val/accuracy_low"], two["val/accuracy_high"])
+    assert ends == pytest.approx((7 / 12 - half, 7 / 12 + half))
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,14 @@ def test_by_hand_in_one_part_and_in_three(parts: list[slice]) -> None:
     assert class_metrics(combine(statistics)) == pytest.approx(EXPECTED, rel=1e-5, abs=1e-6)
 
 
+def test_the_policy_that_sampled_does_not_choose_the_class() -> None:
+    """Its probabilities are another thousandth of the old ones, or nearly 1, or unknown."""
+    for rollout in (OLD - 7.0, OLD / 1000, torch.full_like(OLD, torch.nan)):
+        statistics = token_statistics(OLD + MOVED, OLD, rollout, ADVANTAGE, VALID)
+        (total,) = read([statistics])
+        assert class_metrics(total) == pytest.approx(EXPECTED, rel=1e-5, abs=1e-6)
+
+
 def test_the_edges_of_the_classes() -> None:
     probabilities = torch.tensor([[0.9e-3, 1.1e-3, 0.9e-2, 1.1e-2, 0.09, 0.11, 1.0]])
     old = probabilities.log()

@@ -66,6 +66,14 @@ SHAPES = {
         "stop",
         [0.5, -1.0, 2.0],
     ),
+    "a reward of nothing is one": Shape(
+        ["x]", "y]"],
+        [Reply(SEVEN.messages, 0.0), Reply([], -0.0)],
+        "x]u7ay]",
+        "1100011",
+        "stop",
+        [0.0, 0.0],
+    ),
     "two answers to one turn": Shape(
         ["xx]", "y]"], [Reply(SEVEN.messages * 2), END], "xx]u7u7ay]", "1110000011", "stop"
     ),

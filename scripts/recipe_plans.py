@@ -57,12 +57,17 @@ class Recipe:
         return int(number) if gpu in GPUS else 0
 
     @property
+    def model(self) -> str:
+        """The model's folder of qarl/bench/models. What stands behind a comma is not part of the name."""
+        return self.cells[1].partition(",")[0]
+
+    @property
     def gib(self) -> float:
         """Memory of one of its GPUs."""
         return GPUS[self.cells[0].split()[2]][1]
 
     def memory(self) -> MemoryEstimate:
-        return planned_memory(self.config, self.cells[1], self.gib)
+        return planned_memory(self.config, self.model, self.gib)
 
     def seconds(self) -> float:
         """Return the predicted seconds of a step. Raise UserError if an engine has no room for one sequence."""
@@ -73,7 +78,7 @@ class Recipe:
         if not config.actor.use_dynamic_bsz:
             sizes = {"micro_batch": config.actor.ppo_micro_batch_size_per_gpu}
         work = Work(
-            model=self.cells[1],
+            model=self.model,
             gpus=self.gpus,
             tensor_parallel=config.rollout.tensor_model_parallel_size,
             gpu_memory_utilization=config.rollout.gpu_memory_utilization,

@@ -6,19 +6,25 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from shutil import copyfile
 from statistics import mean, stdev
 
 import pytest
 from checkout import ROOT
 
 from qarl.__main__ import main
+from qarl.bench.model import MODELS
 from qarl.checks.memory import TIGHT
 from qarl.checks.memory_parts import GIB
 from qarl.config import load_config
 
 sys.path.insert(0, str(ROOT / "scripts"))
+from random_models import save_tokenizer
 from recipe_plans import Recipe, planned_memory, rows_of, words_of
+from stretch_positions import Stretching, stretch
 
 PAGE = (ROOT / "docs/do/paper_runs.md").read_text(encoding="utf-8")
 LINES = rows_of(PAGE)
@@ -30,18 +36,45 @@ def name_of(recipe: Recipe) -> str:
     return " ".join(recipe.cells[1:5])
 
 
+@pytest.fixture(scope="module")
+def stretched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe], str]:
+    """Make the model of a row with more positions from the public config, without weights. Return its folder."""
+
+    @cache
+    def make(model: str, positions: int) -> str:
+        folder = tmp_path_factory.mktemp(model)
+        copyfile(MODELS / model / "config.json", folder / "config.json")
+        vocabulary = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+        save_tokenizer(folder, vocabulary)
+        stretch(Stretching(folder, folder / "stretched", positions))
+        return str(folder / "stretched")
+
+    return lambda recipe: make(recipe.model, int(recipe.config.model.path.rpartition("-")[2]))
+
+
 @pytest.mark.verl
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 def test_the_dry_run_of_every_row(
-    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe,
+    stretched: Callable[[Recipe], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config, cells = recipe.config, recipe.cells
+    command = words_of(cells)
+    local = config.model.path.startswith("models/") and "positions" in cells[1]
+    if local:
+        command[command.index(f"model.path={config.model.path}")] = (
+            f"model.path={stretched(recipe)}"
+        )
     assert (config.quant.scheme, config.quant.align) == tuple(cells[3:5])
     correction = " + TIS" if config.rollout_correction.rollout_is == "token" else ""
     adapters = f" + LoRA {config.lora.r}" if config.lora.r else ""
     assert f"{config.actor.loss}{correction}{adapters}" == cells[2]
-    assert main(["train", *words_of(cells), "dry_run=true", f"output_dir={tmp_path}"]) == 0
-    assert "nothing was trained" in capsys.readouterr().err
+    assert main(["train", *command, "dry_run=true", f"output_dir={tmp_path}"]) == 0
+    told = capsys.readouterr().err
+    assert "nothing was trained" in told
+    assert not local or "\nerror: " not in f"\n{told}"
 
 
 @pytest.mark.parametrize("recipe", ON_GPU, ids=name_of)
@@ -71,7 +104,7 @@ def test_the_small_recipe_fits_16_gb_as_the_page_says() -> None:
 
 def test_runs_have_names_of_their_own() -> None:
     names = [recipe.config.name for recipe in ON_GPU]
-    assert len(set(names)) == len(names) == 24
+    assert len(set(names)) == len(names) == 30
 
 
 def test_cpu_rows_are_those_of_the_results() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from qarl.checkpoint.storage import append_lines, writing
 from qarl.metrics.band_advice import band_advice
+from qarl.metrics.first_step import first_step_note
 from qarl.metrics.warning_signs import SignFinder, WarningSign
 
 WARNINGS_FILE = "warnings.jsonl"
@@ -48,6 +49,7 @@ class WarningLog:
         self._actor = actor or {}
         self._signs = SignFinder()
         self._bands: list[tuple[float, float, float]] = []
+        self._begins = not history
         before = []
         for entry in history:
             before += self._add(int(entry["step"]), entry)
@@ -56,16 +58,20 @@ class WarningLog:
         self._write(before)
 
     def after(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
-        """Return new messages after this step: warning signs and, once per run, advice about bands.
+        """Return new messages after this step: warning signs and, once per run, advice about bands and a note if the
+        first step teaches nothing.
 
         Raise StorageError if warnings.jsonl cannot be written."""
         known = len(self._bands)
         signs = self._add(step, metrics)
         advised = known < len(self._bands) == ADVICE_AFTER
         self._write(signs)
+        messages = [*map(str, signs)]
         if advised and not any(sign.sign == NARROW for sign in signs):
-            return [*map(str, signs), band_advice(self._bands, self._actor)[0]]
-        return [*map(str, signs)]
+            messages.append(band_advice(self._bands, self._actor)[0])
+        note = first_step_note(metrics) if self._begins else None
+        self._begins = False
+        return messages if note is None else [*messages, note]
 
     def _write(self, warnings: Sequence[WarningSign]) -> None:
         if warnings:

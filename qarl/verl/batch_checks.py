@@ -1,4 +1,4 @@
-"""Checks that the ranks of a verl run can divide its batches evenly.
+"""Checks that the ranks of a verl run can divide its batches evenly, and that verl can read batches of prompts.
 
 Statements here about verl were checked against the source of verl 0.9.1.
 """
@@ -6,10 +6,42 @@ Statements here about verl were checked against the source of verl 0.9.1.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from qarl.errors import UserError
 from qarl.verl.keys import ACTOR, BATCH_KEYS, REFERENCE, ROLLOUT
+from qarl.verl.refusals import Conflict
+
+
+def reading_conflicts(data: Any) -> Iterator[Conflict]:
+    """Yield sizes of the section `data` with which verl reads other batches of prompts than the key says, or none.
+
+    verl takes 0 for a missing value. What its loaders of data refuse, a process of Ray refuses after the start, and a
+    `gen_batch_size` that does not divide a step is found in the first step (`_create_dataloader` and
+    `_fetch_one_gen_batch` of trainer/ppo/v1/trainer_base.py)."""
+    for name, instead in (
+        ("val_batch_size", "all prompts"),
+        ("gen_batch_size", "data.train_batch_size"),
+    ):
+        value = data.get(name)
+        if value is not None and not _is_count(value, least=1):
+            why = f"verl takes 0 for {instead}, as null, and its loader refuses what is no whole number above 0"
+            yield Conflict(
+                f"data.{name}", value, f"a whole number above 0, or to null for {instead}", why
+            )
+    size = data.get("gen_batch_size")
+    if _is_count(size, least=1) and data.train_batch_size % size:
+        why = f"verl reads whole batches of it, and a step has data.train_batch_size={data.train_batch_size} prompts"
+        yield Conflict("data.gen_batch_size", size, f"a divisor of {data.train_batch_size}", why)
+    workers = data.get("dataloader_num_workers")
+    if not _is_count(workers, least=0):
+        why = "it is the number of processes that read prompts, 0 for none besides verl's own"
+        yield Conflict("data.dataloader_num_workers", workers, "a whole number, at least 0", why)
+
+
+def _is_count(value: Any, *, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def refuse_partial_batches(composed: Any, written: set[str]) -> None:

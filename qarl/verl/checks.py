@@ -20,7 +20,7 @@ from qarl.config.errors import meant_boolean
 from qarl.config.schema import MIN_TEMPERATURE
 from qarl.errors import UserError
 from qarl.verl.added_keys import unread_keys
-from qarl.verl.batch_checks import refuse_partial_batches
+from qarl.verl.batch_checks import reading_conflicts, refuse_partial_batches
 from qarl.verl.keys import ACTOR, CORRECTION, LOSS_MODES, OWN_KEYS, POLICY_LOSS, QUANT, ROLLOUT
 from qarl.verl.named_files import missing_files
 from qarl.verl.refusals import Conflict, attempt, raise_all
@@ -183,6 +183,7 @@ def composed_errors(composed: Any) -> list[UserError]:
     if quant is not None or ours:
         conflicts += _sampling_conflicts(composed)
         conflicts += _trainer_conflicts(composed)
+        conflicts += reading_conflicts(composed.data)
     errors += [conflict.error() for conflict in conflicts]
     if quant is not None or ours:
         errors += turn_errors(composed)

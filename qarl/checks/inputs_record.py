@@ -71,11 +71,12 @@ def record_of(
     whose commit is recorded instead."""
     reference = reference_digest(weight_files, hf_config) if has_reference(config) else None
     variables = config.data.apply_chat_template_kwargs
+    scorers = (scorer_version(name, config.reward.key) for name in config.reward.names)
     record = model_record(hf_config, tokenizer, config.model.path) | {
         "train": prompts_record(train, tokenizer, variables),
         "val": prompts_record(val, tokenizer, variables) if val else None,
         "reward": reward_sources(config.reward.names),
-        "scorer": ", ".join(filter(None, map(scorer_version, config.reward.names))) or None,
+        "scorer": ", ".join(filter(None, scorers)) or None,
         "environment": reward_source(config.rollout.environment or ""),
         "plugins": plugin_sources(config.plugins),
         "reference": reference,

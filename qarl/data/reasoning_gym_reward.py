@@ -76,8 +76,8 @@ def score(response: str, extra_info: Mapping[str, Any] | None) -> float:
         raise UserError(
             f"a row has no {missing[0]} for reasoning-gym's scorer",
             where="extra_info",
-            why=f"reward.function=reasoning_gym reads {', '.join(KEYS)} there",
-            fix="write the data with `qarl data reasoning_gym`, or set another reward.function",
+            why=f"the reward function reasoning_gym reads {', '.join(KEYS)} there",
+            fix="write the data with `qarl data reasoning_gym`, or choose another reward function",
         )
     answer = WAYS[info[ANSWER_IN]](response)
     dataset = _dataset(info[TASK], info[PARAMETERS])

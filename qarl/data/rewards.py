@@ -161,13 +161,15 @@ def load_function(spec: str, role: Role, others: str = "") -> Callable[..., Any]
     return fn
 
 
-def scorer_version(spec: str) -> str | None:
-    """Return name and version of the package that scores for the built-in function `spec`, or None if none does."""
+def scorer_version(spec: str, key: str) -> str | None:
+    """Return name and version of the package that scores for the built-in function `spec`, or None if none does.
+
+    `key`: of the config, that names the function. Raise UserError if the package is missing."""
     if spec not in _SCORED_BY:
         return None
     package = _SCORED_BY[spec]
     if spec in _PACKAGES:
-        require(_PACKAGES[spec], needed_for=f"reward.function={spec}")
+        require(_PACKAGES[spec], needed_for=f"{key}={spec}")
     try:
         return f"{package} {importlib.metadata.version(package)}"
     except importlib.metadata.PackageNotFoundError:

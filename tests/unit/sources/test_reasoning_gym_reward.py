@@ -113,8 +113,11 @@ def test_an_answer_that_keeps_the_scorer_busy_scores_0(
 @pytest.mark.usefixtures("fake_gym")
 def test_a_row_of_other_data_is_refused() -> None:
     other = Prompt(0, "gsm8k", [], [], "3", {"split": "train"})
-    with pytest.raises(UserError, match="a row has no task for reasoning-gym's scorer"):
+    with pytest.raises(UserError, match="a row has no task for reasoning-gym's scorer") as found:
         scores([other], ["3"])
+    assert "reward.function=" not in str(found.value), (
+        "reward.functions may name it, or a key of TRL"
+    )
 
 
 def test_without_the_library_the_error_says_how_to_install_it(

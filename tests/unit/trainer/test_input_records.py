@@ -220,11 +220,18 @@ def test_another_version_of_the_package_that_scores_is_a_note(
 ) -> None:
     """Of QaRL's own rewards, two are those of a package: its version says what a score means."""
     versions = {"math-verify": "0.8.0", "reasoning-gym": "0.1.24"}
-    monkeypatch.setattr("qarl.data.rewards.require", lambda *modules, needed_for: None)
+    needed: list[str] = []
+    monkeypatch.setattr(
+        "qarl.data.rewards.require", lambda *modules, needed_for: needed.append(needed_for)
+    )
     monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
-    assert scorer_version("reasoning_gym") == "reasoning-gym 0.1.24"
-    assert scorer_version("math_verify") == "math-verify 0.8.0"
-    assert scorer_version("arithmetic") is None and scorer_version("mine.py:score") is None
+    assert scorer_version("reasoning_gym", "reward.functions") == "reasoning-gym 0.1.24"
+    assert needed == ["reward.functions=reasoning_gym"], "the key that names it"
+    key = "reward.function"
+    assert scorer_version("math_verify", key) == "math-verify 0.8.0"
+    assert (
+        scorer_version("arithmetic", key) is None and scorer_version("mine.py:score", key) is None
+    )
     before = {"scorer": "reasoning-gym 0.1.24"}
     (change,) = changes_of(before, {"scorer": "reasoning-gym 0.1.25"})
     assert not change.refused

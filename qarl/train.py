@@ -102,14 +102,15 @@ def _train(config: Config) -> dict[str, Any]:
 
 
 def dry_run(config: Config) -> None:
-    """Print the config, write it to a file, and print all errors. Nothing starts, and no earlier run is touched.
+    """Print the config, write it to a file, and print all errors. No earlier run is touched, and nothing starts but the
+    processes that load the functions of `reward` and `rollout.environment`, which end at once.
 
     Without a model folder and without checkpoints, a dry run of the local backend imports neither torch nor
     transformers.
 
     Raises:
-        UserError: the last of the errors: the backend cannot run this config or this model, or the run would refuse to
-            resume.
+        UserError: the last of the errors: the backend cannot run this config or this model, a function cannot be
+            loaded, or the run would refuse to resume.
     """
     from qarl.config import write_resolved
 
@@ -135,6 +136,9 @@ def _errors(config: Config) -> Iterator[UserError]:
 
         yield from model_errors(config)
     from qarl.checkpoint.storage import checkpoints_dir
+    from qarl.checks.named_functions import load_errors
+
+    yield from load_errors(config)
 
     checks: list[Callable[[Config], object]] = []
     if config.backend == "verl":

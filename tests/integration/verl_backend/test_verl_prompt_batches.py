@@ -1,4 +1,4 @@
-"""verl.data.*: sizes of batches of prompts are refused where verl's own loaders stop, or read another size in silence."""
+"""verl.data.*: sizes of batches of prompts are refused where verl stops, or reads another size in silence."""
 
 from __future__ import annotations
 

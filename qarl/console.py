@@ -96,7 +96,8 @@ def summary_text(
     name: str, folder: Path, summary: Mapping[str, object], *, report: bool, argv: Sequence[str]
 ) -> str:
     """Return the lines that a run prints at its end. `summary`: the content of summary.json. `folder`: the run's.
-    `argv`: the arguments of `qarl train`, which resume the run if it is unfinished and has a checkpoint."""
+    `argv`: the arguments of `qarl train` that resume the run if it is unfinished and has a checkpoint
+    (`qarl.trainer.repeat`)."""
     import shlex
 
     lines = [f"\n{name}: {summary['steps']} steps, written to {folder}"]
@@ -106,9 +107,8 @@ def summary_text(
         shown["report"] = folder / "report.html"
     if not summary.get("finished"):
         saved = any((folder / "checkpoints").glob("*step_*"))
-        again = [argument for argument in argv if argument != "trainer.resume_mode=disable"]
         shown["to resume"] = (
-            shlex.join(["qarl", "train", *again])
+            shlex.join(["qarl", "train", *argv])
             if saved
             else "not possible: there is no checkpoint"
         )

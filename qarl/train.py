@@ -70,6 +70,7 @@ main, describe = entry(_main, __doc__, _help)
 def run(config: Config, argv: Sequence[str]) -> int:
     """Train with the configured backend. Return the exit code. `argv`: the command, which also resumes the run."""
     from qarl.config import check_writable
+    from qarl.trainer.repeat import arguments_that_resume
     from qarl.trainer.run_lock import lock_run
 
     live.switch(config.trainer.progress)
@@ -79,8 +80,9 @@ def run(config: Config, argv: Sequence[str]) -> int:
         config.run_dir
     ):  # before the slow imports, so that of two starts one ends at once
         summary = _train(config)
+    again = arguments_that_resume(config, argv)
     print(
-        summary_text(config.name, config.run_dir, summary, report=config.trainer.report, argv=argv)
+        summary_text(config.name, config.run_dir, summary, report=config.trainer.report, argv=again)
     )
     return interrupted_code() if summary["interrupted"] else 0
 

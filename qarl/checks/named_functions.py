@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from qarl.config import Config
 from qarl.data.environments import Environment
+from qarl.data.reward_workers import Reward
 from qarl.data.scoring import reward_of
 from qarl.data.weighted_reward import WeightedReward
 from qarl.errors import UserError
@@ -25,7 +26,7 @@ def load_errors(config: Config) -> Iterator[UserError]:
     named = [
         part for part, name in zip(parts, config.reward.names, strict=True) if is_of_user(name)
     ]
-    functions = [*named, *_environments(config)]
+    functions: list[Reward | Environment] = [*named, *_environments(config)]
     for function in functions:
         try:
             function.load()

@@ -40,9 +40,9 @@ from qarl.trainer.taken_names import PLOTS
 
 class NotExported(StorageError):
     """The disk refused the export. `left`: the checkpoint that there is, or that there is none. `again`: how to get the
-    export."""
+    export. `keys`: with which keys a repeated command resumes (`qarl.trainer.repeat`)."""
 
-    def __init__(self, run_dir: Path, step: int, error: StorageError) -> None:
+    def __init__(self, run_dir: Path, step: int, error: StorageError, keys: str) -> None:
         self.left = "there is no checkpoint, so the weights are lost"
         self.again = "train again, with trainer.save_freq=N"
         if newest := newest_checkpoint(run_dir):
@@ -50,7 +50,7 @@ class NotExported(StorageError):
             self.left = f"the newest checkpoint is {folder}"
             command = shlex.join(["qarl", "export", f"run={run_dir}", f"step={saved_step}"])
             self.again = (
-                "with room for a checkpoint and the export the same command resumes and exports, and "
+                f"with room for a checkpoint and the export the same command {keys}resumes and exports, and "
                 f"`{command} output=FOLDER` exports this checkpoint to another disk"
             )
         super().__init__(
@@ -132,13 +132,15 @@ def finish_run(
     save: Callable[[Path], Path] | str,
     plots: bool,
     report: bool,
+    keys: str = "",
 ) -> dict[str, Any]:
     """Write export, summary, plots and report of a run after `step` of `total` steps. Return the summary.
 
     `facts`: what the summary has beside the figures of the metrics. `failure`: the error that ended the training.
     `problem`: the first error of metrics and loggers during the run. `save`: a function that writes the export to a
-    folder, or why there is no export. If there was an error, raise the first of: `failure`, the loss of the run folder,
-    that of the export, `problem`, that of the summary, of the plots, of the report.
+    folder, or why there is no export. `keys`: with which keys a repeated command resumes. If there was an error, raise
+    the first of: `failure`, the loss of the run folder, that of the export, `problem`, that of the summary, of the
+    plots, of the report.
 
     If the run folder is lost, export and summary are written to a new folder of its name, or of its name with a number.
     """
@@ -153,7 +155,7 @@ def finish_run(
 
     try:
         with ending.attempt():
-            _export(run_dir, step, save, summary)
+            _export(run_dir, step, save, summary, keys)
         summary["finished"] = ending.failure is None and step >= total
         if problem is not None and not (is_lost and isinstance(problem, StorageError)):
             with ending.attempt():
@@ -241,7 +243,11 @@ def _say_how_to_move_back(folder: RunFolder) -> None:
 
 
 def _export(
-    run_dir: Path, step: int, save: Callable[[Path], Path] | str, summary: dict[str, Any]
+    run_dir: Path,
+    step: int,
+    save: Callable[[Path], Path] | str,
+    summary: dict[str, Any],
+    keys: str,
 ) -> None:
     """Write the export, and into `summary` where it is or why there is none.
 
@@ -258,7 +264,7 @@ def _export(
     except Exception as error:
         summary["not_exported"] = _beside(run_dir, in_words(error))
         if isinstance(error, StorageError):
-            raise NotExported(run_dir, step, error) from error
+            raise NotExported(run_dir, step, error, keys) from error
         raise
     summary["checkpoint"] = str(saved)
     record_step(saved, step)

@@ -25,6 +25,7 @@ from qarl.trainer.finish import finish_run
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.prepare import RunParts, check_inputs, load_parts, prepare_run
 from qarl.trainer.probe import probe
+from qarl.trainer.repeat import keys_that_resume
 from qarl.trainer.resume import open_run
 from qarl.trainer.stop import Stop
 
@@ -135,6 +136,7 @@ def run_and_keep(
         save=not_saved or save,
         plots=config.trainer.plots and not interrupted,
         report=config.trainer.report and not interrupted,
+        keys=keys_that_resume(config),
     )
 
 

@@ -32,11 +32,12 @@ _VICTIM = (
 _FACTS = ("class_name:", "pid:", "ip:", "name:")
 
 
-def as_user_error(failure: BaseException, checkpoints: Path) -> UserError | None:
+def as_user_error(failure: BaseException, checkpoints: Path, keys: str = "") -> UserError | None:
     """Return the `UserError` that a worker raised, or a new one if processes died, hang or are out of memory or disk.
     Otherwise return None.
 
-    `checkpoints`: the folder of the run's checkpoints. A `fix` that advises to run again says what the run then does.
+    `checkpoints`: the folder of the run's checkpoints. `keys`: with which keys a repeated command resumes
+    (`qarl.trainer.repeat`). A `fix` that advises to run again says what the run then does.
     """
     error = first_cause(failure)
     known = error if isinstance(error, UserError) else known_failure(error)
@@ -48,7 +49,7 @@ def as_user_error(failure: BaseException, checkpoints: Path) -> UserError | None
         known.what,
         where=known.where,
         why=known.why,
-        fix=f"{known.fix}: {what_resumes(checkpoints)}",
+        fix=f"{known.fix}: {what_resumes(checkpoints, keys)}",
     )
 
 
@@ -136,8 +137,9 @@ def _lines(error: BaseException) -> Sequence[str]:
     return lines or [type(error).__name__]
 
 
-def what_resumes(checkpoints: Path) -> str:
-    """Return what a repeated command does with the complete checkpoints of verl in the folder `checkpoints`."""
+def what_resumes(checkpoints: Path, keys: str = "") -> str:
+    """Return what a repeated command does with the complete checkpoints of verl in the folder `checkpoints`. `keys`: as
+    in `as_user_error`."""
     if whole := whole_and_torn(checkpoints)[0]:
-        return f"it resumes after step {max(whole)}"
+        return f"{keys}it resumes after step {max(whole)}"
     return "it starts fresh, because there is no checkpoint yet (trainer.save_minutes, trainer.save_freq)"

@@ -40,6 +40,7 @@ from qarl.metrics.tracker import read_metrics, write_versions
 from qarl.metrics.validation import MEAN
 from qarl.process import runs_on_cpu
 from qarl.trainer.finish import finish_run
+from qarl.trainer.repeat import keys_that_resume
 from qarl.verl import checks
 from qarl.verl.config import hf_config_of, verl_keys
 from qarl.verl.environment import set_environment
@@ -97,17 +98,20 @@ def _run(config: Config, resolved: Any, start: float, start_step: int) -> dict[s
     say("starting Ray, verl's trainer and the rollout engines (vLLM) ...")
     failure: BaseException | None = None
     checkpoints = checkpoints_dir(config.run_dir)
+    keys = keys_that_resume(config)
     with MetricsFollower(
         config, Path(os.environ["VERL_FILE_LOGGER_PATH"]), start, start_step=start_step
     ) as follower:
         try:
-            with answered_interrupt(lambda: what_resumes(checkpoints)) as answer_again:
+            with answered_interrupt(lambda: what_resumes(checkpoints, keys)) as answer_again:
                 run_ppo(resolved, task_runner_class=AfterStart(TaskRunner, answer_again))
         except BaseException as error:
             failure = error
         with suppress(Exception):  # here and below: the run's own error is the one to see
             failure = (
-                as_user_error(failure, checkpoints) or failure if failure is not None else None
+                as_user_error(failure, checkpoints, keys) or failure
+                if failure is not None
+                else None
             )
         with suppress(Exception):
             ray.shutdown()
@@ -154,6 +158,7 @@ def _finish(
         save=save,
         plots=config.trainer.plots,
         report=config.trainer.report,
+        keys=keys_that_resume(config),
     )
 
 

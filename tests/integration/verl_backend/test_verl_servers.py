@@ -303,6 +303,10 @@ def test_advice_to_run_again_says_what_that_does(tmp_path, monkeypatch, raised, 
         failures, "whole_and_torn", lambda folder: ({4: folder, 12: folder}, {16: "torn"})
     )
     assert "it resumes after step 12" in as_user_error(task_error(raised), tmp_path).fix
+    keys = "with trainer.resume_mode=auto "
+    assert (
+        f"{keys}it resumes after step 12" in as_user_error(task_error(raised), tmp_path, keys).fix
+    )
 
 
 def test_a_dead_process_is_named(tmp_path):

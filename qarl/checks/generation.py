@@ -15,6 +15,7 @@ from qarl.checks.model_folder import loading_options
 from qarl.config import Config
 from qarl.config.level import Level
 from qarl.config.schema import RolloutConfig
+from qarl.data.chat_variables import check_variables
 from qarl.errors import UserError
 from qarl.kernels.sampling_masks import Truncation, packed_width
 from qarl.rollout.engine_config import SamplingConfig, sampling_params
@@ -105,6 +106,11 @@ def ends_of_turns(config: Config, tokenizer: Any, hf_config: Any) -> tuple[int, 
     """Return the token ids at which vLLM ends a turn of this run, those of `rollout.stop_token_ids` among them."""
     ends = stop_token_ids(config.model.path, tokenizer, hf_config)
     return tuple(sorted({*ends, *config.rollout.stop_token_ids}))
+
+
+def check_template(config: Config, tokenizer: Any) -> None:
+    """Raise UserError if the chat template lacks one of `data.apply_chat_template_kwargs`."""
+    check_variables(tokenizer, config.data.apply_chat_template_kwargs)
 
 
 def check_stops(rollout: RolloutConfig, tokenizer: Any, section: str = "rollout.") -> None:

@@ -30,7 +30,7 @@ from qarl.checks.check import (
     ok,
     warning,
 )
-from qarl.checks.generation import check_sampling, check_stops, eos_warnings
+from qarl.checks.generation import check_sampling, check_stops, check_template, eos_warnings
 from qarl.checks.machine import Machine, check_capability
 from qarl.checks.memory import check_kv_cache
 from qarl.checks.model import (
@@ -45,7 +45,6 @@ from qarl.checks.special_tokens import special_tokens_unseen
 from qarl.config import Config
 from qarl.console import note as print_note
 from qarl.console import say
-from qarl.data.chat_variables import check_variables
 from qarl.data.dated_template import fixed_date, written_dates
 from qarl.data.ground_truths import SECONDS, judge, refusal
 from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, check_vocabulary
@@ -414,13 +413,7 @@ CHECKS = (
     Check("backend", "verl runs no code of the model's folder", refuse_hidden_code, backend="verl"),
     Check("model", "model and tokenizer agree where a response ends", _eos),
     Check("model", "rollout.stop and rollout.stop_token_ids can end a response", _stops),
-    Check(
-        "model",
-        "the chat template has all variables that it is given",
-        lambda config, tokenizer: check_variables(
-            tokenizer, config.data.apply_chat_template_kwargs
-        ),
-    ),
+    Check("model", "the chat template has all variables that it is given", check_template),
     Check("model", "responses fit the positions", check_length),
     Check("memory", "a sequence fits vLLM's KV cache", check_kv_cache, device="cpu"),
     Check("ignore list", "quant.ignore treats fused layers as a whole", _ignore),

@@ -29,5 +29,5 @@ def arguments_that_resume(config: Config, argv: Sequence[str]) -> list[str]:
     """Return `argv`, the arguments of `qarl train` for this config, as they resume its run."""
     if not keys_that_resume(config):
         return [*argv]
-    kept = [argument for argument in argv if argument.partition("=")[0] not in (MODE, ORIGIN)]
-    return [*kept, f"{MODE}=auto"]
+    others = [argument for argument in argv if argument.partition("=")[0] not in (MODE, ORIGIN)]
+    return [*others, f"{MODE}=auto"]

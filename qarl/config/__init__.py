@@ -21,7 +21,7 @@ from qarl.config.errors import ConfigError, Problem, from_pydantic, key_by_key, 
 from qarl.config.optim import OptimConfig as OptimConfig
 from qarl.config.read_config import read_arguments, with_home
 from qarl.config.schema import Config, check_together, default_values, flat_values, sections
-from qarl.config.unused_keys import dropped
+from qarl.config.unused_keys import dropped, named_in_vain
 from qarl.errors import UserError
 from qarl.plugins import load_plugins
 
@@ -102,6 +102,7 @@ def _build(
     bad = list[Problem]()
     try:
         config = Config.model_validate(filled)
+        bad = named_in_vain(flat_values(filled, set()), default_values(), sources)
     except ConfigError as error:
         bad = error.problems
     except ValidationError as error:

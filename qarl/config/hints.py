@@ -6,6 +6,7 @@ almost certainly mistakes, such as a learning rate of 4096. The bounds are wide,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,12 @@ So a file with the paper's values may list them."""
 
 def unusual_values(config: Config) -> list[UserError]:
     """Return values of `config` that are outside their bounds, and combinations of values that make no sense."""
-    return [*_outside(config), *_together(config), *_words_for_booleans(config)]
+    return [
+        *_outside(config),
+        *_together(config),
+        *_words_for_booleans(config),
+        *_unread_escapes(config),
+    ]
 
 
 def _outside(section: Any, prefix: str = "") -> Iterator[UserError]:
@@ -84,6 +90,22 @@ def _words_for_booleans(config: Config) -> Iterator[UserError]:
                 why="the config is YAML 1.2, in which only true and false are truth values, "
                 "and a template that asks for a truth value takes every text for true",
                 fix=f"write {name}: {meant}, unless the template reads a text",
+            )
+
+
+_ESCAPE = re.compile(r"\\[nrt]")
+"""A backslash and a letter that double quotes of YAML, and most programming languages, read as white space."""
+
+
+def _unread_escapes(config: Config) -> Iterator[UserError]:
+    """Yield texts that end a response and have a backslash where a line break or a tab is probably meant."""
+    for text in config.rollout.stop:
+        if found := _ESCAPE.search(text):
+            yield UserError(
+                f"rollout.stop has a text with a backslash before {found[0][1]!r}: {text}",
+                where="rollout.stop",
+                why="only double quotes of YAML make a line break or a tab of both, and responses may never have them",
+                fix=f'write "{text}" in double quotes, unless responses have the backslash, as in LaTeX',
             )
 
 

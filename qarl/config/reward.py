@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from qarl.config.types import RewardName, Sane, Section, Unit
 
@@ -22,6 +22,11 @@ class WeightedFunction(Section):
         return self.name or self.function.rpartition(":")[2]
 
 
+def _with_its_name(value: Any) -> Any:
+    """Return the keys of an entry that is only the name of a function."""
+    return {"function": value} if isinstance(value, str) else value
+
+
 class RewardConfig(Section):
     """How a response is scored."""
 
@@ -30,11 +35,12 @@ class RewardConfig(Section):
     `environment` (the sum of the rewards of rollout.environment), or your own function: `module:function` or
     `path/to/file.py:function`."""
 
-    functions: list[WeightedFunction] = Field(
-        default=[], json_schema_extra={"words": "list of {function, weight, name}"}
+    functions: list[Annotated[WeightedFunction, BeforeValidator(_with_its_name)]] = Field(
+        default=[], json_schema_extra={"words": "list of {function, weight, name}, or of names"}
     )
     """Several functions instead of `function`: the reward is the sum of their scores times their weights (default 1).
-    Each is logged as rewards/NAME/mean; name is by default the function's. A weight of 0 only logs it."""
+    A name alone has these defaults. Each is logged as rewards/NAME/mean; name is by default the function's. A weight of
+    0 only logs it."""
 
     timeout_s: Annotated[float | None, Unit("seconds"), Sane(0.01, 3600)] = Field(
         default=60.0, gt=0, le=86_400

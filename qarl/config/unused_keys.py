@@ -118,7 +118,7 @@ RULES = (
     Rule(
         "reward.functions",
         lambda functions: not functions,
-        "put it into the list reward.functions",
+        "put it into the list reward.functions, or set that to []",
         ("reward.function",),
     ),
     _if("filter_groups.enable", (True,), "filter_groups.max_num_gen_batches"),
@@ -135,6 +135,8 @@ RULES = (
 )
 
 
+INSTEAD = ("reward.function",)
+"""Keys that a user names in place of their decider, so that also their default is meant to act."""
 STEPS = "trainer.total_training_steps"
 WARMUP = "optim.lr_warmup_steps"
 
@@ -162,15 +164,28 @@ def unread(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[t
 
 def problems(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for each key of `values` that has no effect."""
+    return [_problem(key, rule, values) for key, rule in unread(values, defaults)]
+
+
+def named_in_vain(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], sources: Mapping[str, str]
+) -> list[Problem]:
+    """Return a problem for each key of `INSTEAD` that the command line names with its default, and that has no effect.
+    `sources`: where each key was given."""
     return [
-        Problem(
-            key,
-            values[key],
-            f"it has no effect with {rule.decider} = {show(values[rule.decider])}",
-            f"remove it, or {rule.fix}",
-        )
-        for key, rule in unread(values, defaults)
+        _problem(key, rule, values)
+        for rule in RULES
+        for key in INSTEAD
+        if key in rule.keys
+        and sources.get(key) == COMMAND_LINE
+        and values[key] == defaults[key]
+        and not rule.reads(values[rule.decider])
     ]
+
+
+def _problem(key: str, rule: Rule, values: Mapping[str, Any]) -> Problem:
+    reason = f"it has no effect with {rule.decider} = {show(values[rule.decider])}"
+    return Problem(key, values[key], reason, f"remove it, or {rule.fix}")
 
 
 def dropped(

@@ -1,8 +1,8 @@
 """The checkpoint of the best evaluation (`trainer.save_best`).
 
-It is one of the run's checkpoints, so a run can resume from it, and `qarl export` and `qarl eval` take its step. It is
-kept until a better one is written, whatever else removes old checkpoints. Every checkpoint records which one was the
-best when it was written, so a run that resumes from an earlier step forgets the later ones.
+It is one of the run's checkpoints, so a run can resume from it, and `qarl export` and `qarl eval` take its step, or
+step=best. It is kept until a better one is written, whatever else removes old checkpoints. Every checkpoint records
+which one was the best when it was written, so a run that resumes from an earlier step forgets the later ones.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from qarl.checkpoint.best_step import FILE
 from qarl.checkpoint.resumable import Checkpoint
 from qarl.checkpoint.storage import write_json
 from qarl.metrics.validation import MEAN
 
-FILE = "best.json"
 STATE = "best"
 """Key of a checkpoint's state, with the best checkpoint of that time."""
 

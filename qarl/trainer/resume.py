@@ -13,7 +13,6 @@ one.
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,7 +32,6 @@ from qarl.checkpoint.storage import (
     METRICS_FILE,
     SUMMARY_FILE,
     checkpoints_dir,
-    free_name,
     fresh_run_dir,
     holds_a_run,
     recover,
@@ -49,6 +47,7 @@ from qarl.console import note, say
 from qarl.errors import UserError
 from qarl.metrics.tracker import forget_steps_after, has_lost_steps
 from qarl.report.damage import damage_of
+from qarl.trainer.finished_run import notes_of_finished
 from qarl.trainer.input_changes import Inputs
 from qarl.trainer.run_lock import lock_run
 from qarl.trainer.taken_names import check_names
@@ -164,7 +163,7 @@ def find_start(config: Config, record: Record | None = None) -> Start:
         start = _descendant(config, Path(settings.resume_from_path))
         start = start or Start(_given(Path(settings.resume_from_path)))
     elif is_finished(run_dir):
-        return Start(fresh=why_fresh(run_dir), notes=_how_to_extend(config))
+        return Start(fresh=why_fresh(run_dir), notes=notes_of_finished(config))
     else:
         start = _newest(run_dir)
     if start.checkpoint is None:
@@ -283,19 +282,6 @@ def belongs_to(folder: Path, run_dir: Path) -> bool:
     link to another disk."""
     is_inside = folder.resolve().is_relative_to(run_dir.resolve())
     return is_inside or folder.resolve().parent == checkpoints_dir(run_dir).resolve()
-
-
-def _how_to_extend(config: Config) -> tuple[str, ...]:
-    checkpoints = list_checkpoints(checkpoints_dir(config.run_dir))
-    if not checkpoints or checkpoints[0][0] >= config.trainer.total_training_steps:
-        return ()
-    moved = free_name(config.run_dir)
-    newest = checkpoints_dir(moved) / checkpoints[0][1].name
-    path = shlex.quote(f"trainer.resume_from_path={newest}")
-    return (
-        f"{config.name} is finished, so this run starts fresh, and the finished one moves to {moved}; to resume from "
-        f"its end instead: trainer.resume_mode=resume_path {path}",
-    )
 
 
 def _newest(run_dir: Path) -> Start:

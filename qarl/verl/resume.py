@@ -31,6 +31,7 @@ from qarl.config import Config
 from qarl.console import note, say
 from qarl.errors import UserError
 from qarl.metrics.tracker import VERSIONS_FILE, versions
+from qarl.trainer.finished_run import notes_of_finished
 from qarl.trainer.input_changes import Inputs
 from qarl.trainer.resume import (
     belongs_to,
@@ -71,6 +72,9 @@ def open_verl_run(config: Config, record: Record | None = None) -> Iterator[int]
             check_names(config)
         disabled = config.trainer.resume_mode == "disable"
         fresh = "trainer.resume_mode=disable" if disabled else why_fresh(run_dir)
+        if folder is None and not disabled and is_finished(run_dir):
+            for text in notes_of_finished(config):
+                note(text)
         say(start_line(config, (folder, step_of(folder)) if folder else None, fresh))
         if folder is not None and belongs_to(folder, run_dir):
             _make_newest(run_dir, folder)

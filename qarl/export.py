@@ -6,6 +6,7 @@ keys:
   run=runs/NAME           the folder of a run (local or verl backend)
   output=DIR              the folder to write; must be missing or empty, unless overwrite=true
   step=N                  the step of the checkpoint; default: the latest
+  step=best               that of the best evaluation, which trainer.save_best keeps
   format=quantized        (default) the bytes that were published at that step, as a
                           compressed-tensors checkpoint with the run's quant keys
   format=bf16             the weights that the forward used, as an ordinary checkpoint

@@ -9,17 +9,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
+
+from qarl.checkpoint.best_step import CheckpointStep
 
 
 @dataclass(frozen=True, config={"extra": "forbid"})
 class ExportRequest:
-    """The arguments of the command line. `step`: the step of the checkpoint, or None for the latest one."""
+    """The arguments of the command line. `step`: the step of the checkpoint, "best", or None for the latest one."""
 
     run: Path
     output: Path
-    step: NonNegativeInt | None = None
+    step: CheckpointStep | None = None
     format: Literal["quantized", "bf16", "fp32"] = "quantized"
     overwrite: bool = False
     trust_remote_code: bool = False

@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from qarl.checkpoint.best_step import CheckpointStep, best_step
 from qarl.checkpoint.model_files import model_of, read_tensors
 from qarl.checkpoint.resumable import (
     STATE_FILE,
@@ -65,7 +66,7 @@ class Source:
     tensors: Callable[[torch.dtype], Stream]
 
 
-def find_checkpoint(run: Path, step: int | None) -> Path:
+def find_checkpoint(run: Path, step: CheckpointStep | None) -> Path:
     """Return the folder of the checkpoint of `step` in the run folder `run`. If `step` is None, use the latest.
 
     Raise UserError if it does not exist or is incomplete. The message lists the existing steps or the missing files.
@@ -73,7 +74,9 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     if not run.is_dir():
         what = f"{run} is a file" if run.exists() else f"there is no folder {run}"
         raise UserError(what, where=f"run={run}", fix="give the folder of a run, such as runs/NAME")
-    _refuse_part_of_run(run)
+    refuse_part_of_run(run, f"run={run}")
+    if step == "best":
+        step = best_step(run)
     checkpoints = run / "checkpoints"
     folders = dict(list_checkpoints(checkpoints))
     torn: dict[int, str] = {}
@@ -112,8 +115,10 @@ def newest_checkpoint(run: Path) -> tuple[int, Path] | None:
     return max(found.items(), default=None)
 
 
-def _refuse_part_of_run(folder: Path) -> None:
-    """Raise UserError if `folder` is a checkpoint, or the folder of a run's checkpoints."""
+def refuse_part_of_run(folder: Path, where: str, key: str = "run=") -> None:
+    """Raise UserError if `folder` is a checkpoint, or the folder of a run's checkpoints.
+
+    `where`: the argument that names it. `key`: what stands before the folder of a run there."""
     target = folder.absolute()
     parent = target if target.name == "checkpoints" else target.parent
     found = dict(list_checkpoints(parent)) or whole_and_torn(parent)[0]
@@ -124,8 +129,8 @@ def _refuse_part_of_run(folder: Path) -> None:
     run = given.parent if parent == target else given.parent.parent
     raise UserError(
         f"{folder} is in the folder of a run, and is not a run",
-        where=f"run={folder}",
-        fix=f"write run={run} step={max(steps)}",
+        where=where,
+        fix=f"write {key}{run} step={max(steps)}",
     )
 
 

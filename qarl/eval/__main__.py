@@ -9,8 +9,11 @@ keys:
   against=bf16        also score the run's BF16 weights; then both are those of its latest checkpoint
   against=FOLDER      also score another model folder, with the same prompts and seeds
   step=N              the checkpoint of this step, not the export
+  step=best           that of the best evaluation, which trainer.save_best keeps
   files=A,B           JSONL or parquet files like data.val_files; default: the run's data.val_files
   reward=NAME         default: the run's reward, the sum of all its functions; without a run math_verify
+  environment=NAME    rollout.environment of the run, if its file was moved
+  plugins=A,B         the run's plugins, if their files were moved
   keep_special_tokens=true  give the reward a response's special tokens; default: the run's, else false
   apply_chat_template_kwargs='{NAME: VALUE}'  variables of the chat template; default: the run's, else none
   stop='["TEXT"]', stop_token_ids=[ID], min_tokens=N  where responses end; default: the run's, else at the model's end

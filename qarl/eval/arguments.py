@@ -11,6 +11,7 @@ import yaml
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
+from qarl.checkpoint.best_step import CheckpointStep
 from qarl.checkpoint.export_folder import step_of
 from qarl.checkpoint.storage import EXPORT, SUMMARY_FILE
 from qarl.config import Config, load_config
@@ -31,6 +32,7 @@ FILE_LENGTHS = (1024, 2048)
 _OF_FILES = (
     "files",
     "reward",
+    "environment",
     "n",
     "temperature",
     "keep_special_tokens",
@@ -70,9 +72,11 @@ class EvalRequest:
 
     model: Path
     against: str | None = None
-    step: Annotated[int, Field(ge=0)] | None = None
+    step: CheckpointStep | None = None
     files: str | None = None
     reward: str | None = None
+    environment: str | None = None
+    plugins: str | None = None
     n: _Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     max_prompt_length: _Count | None = None
@@ -94,14 +98,29 @@ class EvalRequest:
     @property
     def file_names(self) -> list[str]:
         """The values of `files`, also if they are written as a list of the config."""
-        text = (self.files or "").strip()
-        if text.startswith("[") and text.endswith("]"):
-            text = text[1:-1]
-        return [name.strip() for name in text.split(",")] if text else []
+        return _names(self.files)
+
+    @property
+    def overrides(self) -> list[str]:
+        """Arguments of `qarl train` for what the run's config names and has moved meanwhile."""
+        changed = []
+        if self.plugins is not None:
+            changed.append(f"plugins={json.dumps(_names(self.plugins))}")
+        if self.environment is not None:
+            changed.append(f"rollout.environment={json.dumps(self.environment)}")
+        return changed
 
     @property
     def task_names(self) -> list[str]:
         return self.tasks.split(",") if self.tasks else []
+
+
+def _names(text: str | None) -> list[str]:
+    """Return names that commas separate, also if they are written as a list of the config."""
+    text = (text or "").strip()
+    if text.startswith("[") and text.endswith("]"):
+        text = text[1:-1]
+    return [name.strip() for name in text.split(",")] if text else []
 
 
 @plain_dataclass(frozen=True)
@@ -124,6 +143,7 @@ def settings_of(request: EvalRequest) -> Settings:
     Raise UserError if there is no such folder, no data file is named, or keys do not go together."""
     is_run = (request.model / "config.yaml").is_file()
     if not is_run and not (request.model / "config.json").is_file():
+        _refuse_part_of_run(request.model)
         why = "it has neither config.yaml, as a run, nor config.json, as a model"
         if not request.model.is_dir():
             why = "it is a file" if request.model.exists() else "there is no such folder"
@@ -139,9 +159,17 @@ def settings_of(request: EvalRequest) -> Settings:
             where=str(request.model),
             fix="give runs/NAME, or against=FOLDER with a BF16 model",
         )
+    if not is_run and request.overrides:
+        raise UserError(
+            "plugins and environment replace those of a run's config",
+            where=str(request.model),
+            why="it is a model folder, which names neither",
+            fix="give runs/NAME, or leave them out",
+        )
     if is_run:
         note_unfinished(request.model)
-    config = load_config([f"config={request.model / 'config.yaml'}"]) if is_run else None
+    arguments = [f"config={request.model / 'config.yaml'}", *request.overrides]
+    config = load_config(arguments) if is_run else None
     if config and request.apply_chat_template_kwargs is not None:
         variables = {"apply_chat_template_kwargs": request.apply_chat_template_kwargs}
         config = config.model_copy(update={"data": config.data.model_copy(update=variables)})
@@ -180,6 +208,7 @@ def settings_of(request: EvalRequest) -> Settings:
         return Settings(config, (), RewardConfig(), 0.0, *lengths)
     files = tuple(request.file_names) or (tuple(config.data.val_files) if config else ())
     if not files:
+        _refuse_part_of_run(request.model)
         raise UserError(
             "no file with prompts was named", where=str(request.model), fix="add files=test.parquet"
         )
@@ -197,6 +226,13 @@ def settings_of(request: EvalRequest) -> Settings:
         *lengths,
         rollout,
     )
+
+
+def _refuse_part_of_run(folder: Path) -> None:
+    """Raise UserError if `folder` is a checkpoint of a run, or the folder of its checkpoints."""
+    from qarl.checkpoint.read_weights import refuse_part_of_run  # imports PyTorch
+
+    refuse_part_of_run(folder, str(folder), "qarl eval ")
 
 
 def check_files(request: EvalRequest, settings: Settings) -> None:

@@ -30,6 +30,7 @@ from qarl.data.reward_outcomes import Scored
 from qarl.data.scoring import compares_answers, reward_of, scored_responses
 from qarl.data.votes import vote_of
 from qarl.data.weighted_reward import part_means
+from qarl.data.worker_roles import ENVIRONMENT, ONE_OF_REWARDS, REWARD
 from qarl.errors import UserError
 from qarl.eval.arguments import BF16, EvalRequest, Settings
 from qarl.eval.harness import find_tasks, score_tasks, sets_of
@@ -49,8 +50,23 @@ Estimates = dict[str, dict[str, Any]]
 """Name of a set -> number of prompts, and the estimate of each model."""
 
 
+_MOVED = {ENVIRONMENT.key: "environment", ONE_OF_REWARDS.key: "reward", REWARD.key: "reward"}
+"""Key of a run's config that names a function -> the argument that replaces it here."""
+
+
 def evaluate(request: EvalRequest, settings: Settings) -> str:
     """Return the table of scores. Raise UserError if model, data or reward cannot be used."""
+    try:
+        return _evaluated(request, settings)
+    except UserError as error:
+        key = (error.where or "").partition("=")[0]
+        if key not in _MOVED or settings.config is None:
+            raise
+        fix = f"{error.fix}; or name the function where it is now: {_MOVED[key]}=NAME"
+        raise UserError(error.what, where=error.where, why=error.why, fix=fix) from error
+
+
+def _evaluated(request: EvalRequest, settings: Settings) -> str:
     manager = find_tasks(request) if request.tasks else None
     with ExitStack() as stack:
         scores: dict[str, dict[str, Sets]] = {}

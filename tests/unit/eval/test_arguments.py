@@ -101,3 +101,33 @@ def test_responses_that_could_not_end_are_refused_as_in_a_run(
     error = refusal(request)
     assert error.where == "min_tokens, max_response_length"
     assert "leaves no response an end" in error.what
+
+
+@pytest.mark.parametrize("folder", [RUN / "checkpoints" / "step_3", RUN / "checkpoints"])
+def test_a_checkpoint_in_place_of_its_run_is_named_with_its_step(folder: Path) -> None:
+    model = RUN / "checkpoints" / "step_3"
+    model.mkdir(parents=True)
+    for file in ("config.json", "state.json"):
+        (model / file).write_text("{}")
+    error = refusal(EvalRequest(folder))
+    assert error.what == f"{folder} is in the folder of a run, and is not a run"
+    assert error.fix == f"write qarl eval {RUN} step=3"
+    if folder == model:
+        assert settings_of(EvalRequest(model, files="here.jsonl")).files == ("here.jsonl",)
+
+
+def test_plugins_and_the_environment_that_were_moved_can_be_named() -> None:
+    """As the errors about their old places say."""
+    moved = "rollout:\n  environment: old.py:answer\n"
+    (RUN / "config.yaml").write_text(
+        f"plugins: [gone.py]\n{MINIMAL.replace('rollout:' + chr(10), moved)}"
+    )
+    assert refusal(EvalRequest(RUN, files="here.jsonl")).where == "plugins"
+    Path("new.py").touch()
+    request = EvalRequest(RUN, files="here.jsonl", plugins="new.py", environment="new.py:answer")
+    config = settings_of(request).config
+    assert config is not None
+    assert config.plugins == ["new.py"]
+    assert config.rollout.environment == "new.py:answer"
+    of_model = EvalRequest(Path("model"), files="here.jsonl", plugins="new.py")
+    assert "give runs/NAME" in str(refusal(of_model).fix)

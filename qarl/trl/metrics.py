@@ -20,7 +20,7 @@ from qarl.metrics.step_metrics import token_mismatch
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.step.limit import StepLimit
 from qarl.step.noise import RESPONSES, compare_with_noise, has_noise_limit
-from qarl.step.statistics import LogProbPairs, ObjectiveStatistics
+from qarl.step.statistics import Counts, LogProbPairs, ObjectiveStatistics
 from qarl.trainer.policy import Policy
 from qarl.trl.config import in_trls_words, trls_words
 from qarl.trl.log_probs import as_batch
@@ -94,13 +94,8 @@ class StepMetrics:
         self._pairs.add(old.detach().cpu(), rollout, mask)
         if trained:
             return
-        own, sampled, lengths = self._pairs.parts[-1]
-        delta = (own - sampled).abs().double()
-        sums = [float(delta.sum()), delta.numel(), len(lengths)]
-        total, tokens, rows = self._summed(sums)
-        mismatch = total / max(tokens, 1)
-        length = tokens / max(rows, 1)
-        self._check(mismatch, length, before_first_update=True)
+        counts = Counts.of(mask, old, rollout).over_ranks(self._summed)
+        self._check(counts.mismatch, counts.response_length, before_first_update=True)
 
     def _summed(self, numbers: Sequence[float]) -> list[float]:
         """Return each number's sum over all processes."""

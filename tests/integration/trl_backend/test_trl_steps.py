@@ -196,6 +196,20 @@ def test_the_mismatch_is_that_of_all_processes(monkeypatch: pytest.MonkeyPatch) 
     assert found["mismatch/abs_max"] == pytest.approx(0.8)
 
 
+def test_the_limit_is_that_of_responses_with_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the other backends: TRL has masked two of three responses, and the limit grows as responses get shorter."""
+    config: Any = SimpleNamespace(quant=SimpleNamespace(mismatch_limit=9.0))
+    policy: Any = SimpleNamespace(limit_level=Level.LINEARS)
+    accelerator = SimpleNamespace(device="cpu", reduce=lambda sums, reduction: 2 * sums)
+    step = StepMetrics(config, policy, accelerator)
+    asked: list[Any] = []
+    monkeypatch.setattr(step, "_check", lambda *values, **_: asked.append(values))
+    sampled = torch.full((3, 4), -1.0)
+    mask = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    step.compare(sampled.masked_fill(mask == 0, torch.nan) - 0.5, sampled, mask, trained=False)
+    assert asked == [(0.5, 3.0)]
+
+
 def test_a_log_without_a_token_has_no_mismatch(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

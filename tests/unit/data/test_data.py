@@ -9,7 +9,14 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from qarl.data.prompts import PromptDataset, PromptSampler, check_disjoint, load_prompts
+from qarl.data.prompts import (
+    Prompt,
+    PromptDataset,
+    PromptSampler,
+    check_disjoint,
+    load_prompts,
+    with_samples,
+)
 from qarl.errors import UserError
 
 
@@ -182,3 +189,14 @@ def test_a_restored_sampler_goes_on() -> None:
 def test_impossible_batches_are_refused(batch_size: int) -> None:
     with pytest.raises(UserError, match=f"batches of {batch_size} from 5"):
         PromptSampler(5, batch_size)
+
+
+@pytest.mark.parametrize(
+    ("own", "counts"), [([None, None], [8, 8]), ([4, None], [4, 1]), ([None, 1, 2], [1, 1, 2])]
+)
+def test_answers_to_a_row_beside_others_with_a_number(
+    own: list[int | None], counts: list[int]
+) -> None:
+    """Of a file without the column the run's val_n counts; otherwise a row without a number has one, as in verl."""
+    prompts = [Prompt(i, "sums", [], [1], "2", samples=samples) for i, samples in enumerate(own)]
+    assert [prompt.samples for prompt in with_samples(prompts, 8)] == counts

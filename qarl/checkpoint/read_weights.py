@@ -38,6 +38,7 @@ from qarl.checkpoint.resumable import (
     open_checkpoint,
 )
 from qarl.checkpoint.storage import checkpoints_dir
+from qarl.checkpoint.trl_folder import refuse_trl
 from qarl.console import note
 from qarl.errors import UserError
 from qarl.quant.convert import tied_names
@@ -98,6 +99,11 @@ def find_checkpoint(run: Path, step: CheckpointStep | None) -> Path:
     if chosen in folders:
         return folders[chosen]
     if not folders:
+        refuse_trl(
+            run,
+            f"run={run}",
+            "call trainer.save_quantized(FOLDER) in the script, after train(resume_from_checkpoint={newest!s})",
+        )
         fix = (
             "train with trainer.save_freq=N, or use the final model in the export folder of the run"
         )

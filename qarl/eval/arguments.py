@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 from qarl.checkpoint.best_step import CheckpointStep
 from qarl.checkpoint.export_folder import step_of
 from qarl.checkpoint.storage import EXPORT, SUMMARY_FILE
+from qarl.checkpoint.trl_folder import refuse_trl
 from qarl.config import Config, load_config
 from qarl.config.command_arguments import writes_json
 from qarl.config.lora import FOLDER
@@ -144,6 +145,12 @@ def settings_of(request: EvalRequest) -> Settings:
     is_run = (request.model / "config.yaml").is_file()
     if not is_run and not (request.model / "config.json").is_file():
         _refuse_part_of_run(request.model)
+        refuse_trl(
+            request.model,
+            str(request.model),
+            "score what trainer.save_quantized(FOLDER) writes, or its BF16 weights: qarl eval {newest!s} "
+            "files=test.parquet reward=NAME",
+        )
         why = "it has neither config.yaml, as a run, nor config.json, as a model"
         if not request.model.is_dir():
             why = "it is a file" if request.model.exists() else "there is no such folder"

@@ -43,11 +43,16 @@ def _main(argv: list[str]) -> int:
             why="an existing file of that name would be replaced",
             fix=fix,
         )
+    from qarl.checkpoint.storage import METRICS_FILE
+    from qarl.checkpoint.trl_folder import refuse_trl
     from qarl.report.damage import damage
     from qarl.report.page import check_comparison, write_comparison, write_report
 
     for page in pages:
         check_comparison(Path(page))
+    for run in runs:
+        if not (Path(run) / METRICS_FILE).is_file():
+            refuse_trl(Path(run), run, "look at its curves where TRL's report_to has logged them")
     for text in [text for run in runs for text in damage(run)]:
         note(text)
     for path in [write_comparison(runs, pages[0])] if pages else map(write_report, runs):

@@ -183,7 +183,7 @@ class Checkpoints:
             )
         except StorageError as error:
             tracker.message(
-                f"warning: the checkpoint of step {trainer.step} failed, training continues: {error}"
+                f"warning: the checkpoint of step {trainer.step} failed, and the run goes on without it: {error}"
             )
             return {"checkpoint/failed": 1.0, "checkpoint/seconds": time.perf_counter() - start}
         passing = self._passing

@@ -132,7 +132,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(tmp_path, monkeypatch, 
     summary = run(refused)
     output = capfd.readouterr().out
     assert (
-        "warning: the checkpoint of step 2 failed, training continues" in output
+        "warning: the checkpoint of step 2 failed, and the run goes on without it" in output
         and "File too large" in output
     )
     assert [entry["checkpoint/failed"] for entry in read_metrics(refused.run_dir)] == [0, 1, 0, 0]

@@ -205,14 +205,15 @@ class ActorConfig(ObjectiveKeys):
     old_log_probs: Literal["recompute", "rollout", "auto"] = "auto"
     """Where the old log-probs come from. `recompute`: a forward over the batch before the update. `rollout`: the
     rollout's own. `auto`: the rollout's own while they equal the trainer's in every bit, on a GPU up to 1e-5, which
-    each step checks (docs/understand/alignment.md), otherwise as `recompute`. With rollout.top_p or rollout.top_k
-    `auto` always recomputes, and `rollout` is refused."""
+    each step checks (docs/understand/alignment.md), otherwise as `recompute`. With rollout.top_p, rollout.top_k or
+    trainer.staleness `auto` always recomputes, and `rollout` is refused."""
 
     old_log_probs_sample: Annotated[float, Unit("share of the rows"), Sane(0.01, 1.0)] = Field(
         default=0.125, ge=0, le=1
     )
     """With old_log_probs=auto, share of the rows outside the first mini-batch that a step without recomputing checks,
-    drawn at random. It is also the probability per step to find one differing row among them."""
+    drawn at random. It is also the probability per step to find one differing row among them. With trainer.staleness,
+    share of the rows that are compared with the weights that sampled them."""
 
     ppo_epochs: Annotated[int, Unit("passes"), Sane(1, 32)] = Field(default=1, ge=1)
     """Passes over the responses of a step."""

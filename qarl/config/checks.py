@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from qarl.config import response_checks
+from qarl.config import response_checks, staleness_checks
 from qarl.config.errors import Problem, bad, items
 from qarl.config.ignored_layers import is_ignored
 from qarl.config.level import Level
@@ -396,4 +396,5 @@ _CHECKS: tuple[Callable[[Values], Problems], ...] = (
     bf16_masters_are_rounded,
     adapters_are_served,
     *response_checks.CHECKS,
+    *staleness_checks.CHECKS,
 )

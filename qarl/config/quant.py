@@ -48,6 +48,6 @@ class QuantConfig(Section):
     mismatch_limit: Annotated[float | None, Unit("nats per token"), Sane(0.0, 5.0)] = Field(
         default=None, ge=0
     )
-    """Largest allowed mean |δ| between trainer and engine (mismatch/abs_mean). If it is exceeded before the first
-    update, the run stops. Later, the run only warns. null means the default for quant.align
-    (qarl/metrics/mismatch_limit.py)."""
+    """Largest allowed mean |δ| between trainer and engine (mismatch/abs_mean; with trainer.staleness
+    mismatch/of_version_abs_mean). If it is exceeded before the first update, the run stops. Later, the run only warns.
+    null means the default for quant.align (qarl/metrics/mismatch_limit.py)."""

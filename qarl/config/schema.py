@@ -193,6 +193,10 @@ class RolloutConfig(Section):
     """Number of GPUs that one copy of the rollout model is split over. Must be 1 with backend=local. If it is above 1,
     quant.align is at most linears, because each GPU rounds its part of a sum."""
 
+    n_gpus_per_node: Annotated[int, Unit("GPUs")] = Field(default=1, ge=1)
+    """With trainer.staleness above 0: GPUs of the rollout engines, beside those of the trainer, or the number of
+    engines on a CPU. One copy of the model is on each."""
+
     router_replay: Literal["auto", "on", "off"] = "auto"
     """In a mixture of experts, send each token of the trainer's forward to the experts that it had in the rollout (R3,
     arXiv 2510.11370). `auto`: on at quant.align=off and linears. At model and exact it is off, because trainer and
@@ -226,6 +230,15 @@ class TrainerConfig(Section):
 
     total_training_steps: Annotated[int, Unit("steps")] = Field(ge=1)
     """Number of training steps. Each is one rollout of data.train_batch_size prompts. The data repeats as needed."""
+
+    staleness: Annotated[int, Unit("steps"), Sane(0, 8)] = Field(default=0, ge=0)
+    """How many steps older than the weights that are updated the weights may be that a token was sampled from. 0: the
+    engine waits for each update. Above 0 engines of their own sample while the trainer updates, which needs
+    backend=verl (docs/do/staleness.md)."""
+
+    staleness_strategy: Literal["wait", "drop"] = "wait"
+    """With staleness above 0, what happens if an engine lags so much that a response would be older. `wait`: the
+    trainer waits for it. `drop`: the prompt with all its responses is dropped, and another takes its place."""
 
     test_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
     """Evaluate every test_freq steps and after the last step. With -1, backend=local evaluates only after the last

@@ -127,6 +127,12 @@ RULES = (
     _if("trainer.resume_mode", ("resume_path",), "trainer.resume_from_path"),
     Rule("lora.r", bool, "set lora.r", ("lora.alpha", "lora.target_modules")),
     Rule(
+        "trainer.staleness",
+        bool,
+        "set trainer.staleness to 1",
+        ("trainer.staleness_strategy", "rollout.n_gpus_per_node"),
+    ),
+    Rule(
         "rollout.environment",
         bool,
         "set rollout.environment",

@@ -77,19 +77,31 @@ def backend(config: Config, machine: Machine) -> Findings:
         refuse_unsupported(config)
         verl_config(config, on_cpu=machine.on_cpu)
         workers = config.rollout.tensor_model_parallel_size
-        engines = f", {count // workers} rollout engines of {workers}"
+        copies = own_engines(config) or count // workers
+        engines = f", {copies} rollout engines of {workers}"
     yield ok(
         f"backend={config.backend}: {count} trainer process{'es' if count > 1 else ''}{engines}"
     )
 
 
+def own_engines(config: Config) -> int:
+    """Return the number of engines that have GPUs of their own."""
+    return config.rollout.n_gpus_per_node if config.trainer.staleness else 0
+
+
 def gpus(config: Config, machine: Machine) -> Findings:
     required = config.trainer.n_gpus_per_node
+    words = f"trainer.n_gpus_per_node is {required}"
+    fix = f"set trainer.n_gpus_per_node={machine.gpus} or less"
+    if engines := own_engines(config):
+        words += f", and rollout.n_gpus_per_node {engines}"
+        fix = f"make their sum at most {machine.gpus}, or set trainer.staleness=0"
+        required += engines
     if machine.gpus is not None and machine.gpus < required:
         yield error(
-            f"this machine has {machine.gpus} GPUs, but trainer.n_gpus_per_node is {required}",
+            f"this machine has {machine.gpus} GPUs, but {words}",
             where="trainer.n_gpus_per_node",
-            fix=f"set trainer.n_gpus_per_node={machine.gpus} or less",
+            fix=fix,
         )
 
 

@@ -75,6 +75,20 @@ CHARTS = (
         log=True,
     ),
     Chart(
+        "The two parts of the mismatch of stale tokens",
+        "nats, mean of the absolute values",
+        {
+            "staleness/ratio_abs_mean": "updates since it was sampled",
+            "mismatch/of_version_abs_mean": "δ to the weights that sampled",
+        },
+        smooth=True,
+    ),
+    Chart(
+        "Age of the weights that sampled a token",
+        "steps",
+        {"staleness/age_max": "largest", "staleness/age_mean": "mean"},
+    ),
+    Chart(
         "Responses outside their band (no gradient)",
         "share of that sign",
         {

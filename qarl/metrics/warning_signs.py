@@ -132,8 +132,12 @@ def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
     actor/update_size    NaN if it is 0, or contains a mismatch of at least `LARGE_K3`, because the old log-probs are
                          the rollout's
     ratio/mismatched     actor/ratio_size if it contains such a mismatch: there, and with bypass_mode
+    mismatch/*           NaN if they contain the staleness of responses, which grows with the updates and is no
+                         trouble by itself
     """
     derived: dict[str, float] = {}
+    if "staleness/age_mean" in metrics:
+        derived |= {"mismatch/abs_p999": math.nan, "mismatch/k3": math.nan}
     with suppress(KeyError, TypeError):
         contributions = [metrics[name] for name in _CONTRIBUTIONS]
         to_rollout = [metrics[name] for name in _CONTRIBUTIONS_TO_ROLLOUT]

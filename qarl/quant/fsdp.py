@@ -173,6 +173,16 @@ def quantize_shards(model: nn.Module, device: torch.device | None = None) -> Non
     _together(shards, device)
 
 
+def weight_shards(model: nn.Module) -> dict[str, WeightShard]:
+    """Return the weights of `model` that FSDP2 gathers in low bits, by the names of their parameters."""
+    return {
+        f"{name}.{leaf}": shard
+        for name, module in model.named_modules()
+        if isinstance(module, _Sharded)
+        for leaf, shard in module.shards.items()
+    }
+
+
 def _together(shards: Sequence[WeightShard], device: torch.device | None) -> None:
     """Quantize `shards`. If this fails on one rank, raise UserError on all ranks.
 

@@ -110,6 +110,7 @@ class WeightShard:
         self._layout = layout if scheme.packs_codes else None
         self.parameter: DTensor  # `attach` sets it
         self._buffer: torch.Tensor | None = None
+        self._lent: torch.Tensor | None = None
         self._slots: tuple[_Slot, ...] = ()
         self._versions = (-1, -1)
 
@@ -130,6 +131,21 @@ class WeightShard:
     def drop(self) -> None:
         """Free the quantized rows. The next gather makes them again."""
         self._buffer = None
+
+    def packed(self) -> torch.Tensor:
+        """Return a copy of this rank's quantized rows on the host, as bytes. Raise RuntimeError if they are stale."""
+        if self._buffer is None or self.stale:
+            raise self._changed()
+        return self._buffer.to("cpu", copy=True)
+
+    def lend(self, packed: torch.Tensor | None) -> None:
+        """Make FSDP2 gather `packed`, the rows of another version (`packed`), or with None the master's again."""
+        self._lent = packed
+
+    def _changed(self) -> RuntimeError:
+        return RuntimeError(
+            f"{self.name} has changed since its rows were quantized; call quantize_shards before"
+        )
 
     @property
     def stale(self) -> bool:
@@ -202,12 +218,13 @@ class WeightShard:
         It must have one parameter. With five, FSDP2 would require tensors of the master's shape.
         """
         if self._buffer is None or self.stale:
-            raise RuntimeError(
-                f"{self.name} has changed since its rows were quantized; call quantize_shards before"
-            )
+            raise self._changed()
+        rows = self._buffer
+        if self._lent is not None:
+            rows = self._lent.to(rows.device)
         if mesh.size() == 1:
-            return (self._buffer,), None
-        return tuple(slot.of(self._buffer) for slot in self._slots), None
+            return (rows,), None
+        return tuple(slot.of(rows) for slot in self._slots), None
 
     def fsdp_post_all_gather(
         self,

@@ -26,6 +26,7 @@ from qarl.errors import UserError
 from qarl.verl import first_error
 from qarl.verl.sampled_text import refuse_other_tokens
 from qarl.verl.stops import Stops
+from qarl.verl.versions import VERSIONS, expanded, placed
 
 TURN_END = "<|im_end|>"
 
@@ -61,6 +62,8 @@ class SampledTokens(AnyTokenizer):
         except UserError as error:
             first_error.keep(error)
             raise
+        if recorder.versions:
+            output.extra_fields[VERSIONS] = placed(recorder.versions, output.response_mask)
         return output
 
 
@@ -75,11 +78,13 @@ class PlainToolAgentLoop(SampledTokens, ToolAgentLoop):
 
 
 class Recorder:
-    """A client of the rollout servers that keeps the tokens they sample. Everything else is the client's."""
+    """A client of the rollout servers that keeps the tokens they sample, and their versions if the servers say them.
+    Everything else is the client's."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
         self.tokens: list[int] = []
+        self.versions: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -87,4 +92,5 @@ class Recorder:
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         response = await self._client.generate(*args, **kwargs)
         self.tokens += list(response.token_ids)
+        self.versions += expanded(response.extra_fields.get(VERSIONS, []))
         return response

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from qarl.errors import UserError
-from qarl.verl.keys import ACTOR, BATCH_KEYS, REFERENCE, ROLLOUT
+from qarl.verl.keys import ACTOR, BATCH_KEYS, REFERENCE, ROLLOUT, SEPARATE_MODE
 from qarl.verl.refusals import Conflict
 
 
@@ -78,7 +78,8 @@ def refuse_partial_batches(composed: Any, written: set[str]) -> None:
         fix = f"make it and data.train_batch_size multiples of {unit}"
         raise refusal(f"{ACTOR}.ppo_mini_batch_size", problem, fix)
     multiple = math.lcm(responses, ranks)
-    step = math.ceil(prompts * rollout.n / multiple) * multiple
+    at_once = mini if trainer.v1.trainer_mode == SEPARATE_MODE else prompts
+    step = math.ceil(at_once * rollout.n / multiple) * multiple
     longest = composed.data.max_prompt_length + composed.data.max_response_length
     shares = {f"{ACTOR}.ppo": responses // ranks}
     if actor.use_dynamic_bsz or not composed.algorithm.rollout_correction.bypass_mode:

@@ -21,9 +21,19 @@ from qarl.config.schema import MIN_TEMPERATURE
 from qarl.errors import UserError
 from qarl.verl.added_keys import unread_keys
 from qarl.verl.batch_checks import reading_conflicts, refuse_partial_batches
-from qarl.verl.keys import ACTOR, CORRECTION, LOSS_MODES, OWN_KEYS, POLICY_LOSS, QUANT, ROLLOUT
+from qarl.verl.keys import (
+    ACTOR,
+    CORRECTION,
+    LOSS_MODES,
+    OWN_KEYS,
+    POLICY_LOSS,
+    QUANT,
+    ROLLOUT,
+    SEPARATE_MODE,
+)
 from qarl.verl.named_files import missing_files
 from qarl.verl.refusals import Conflict, attempt, raise_all
+from qarl.verl.separate_checks import separate_conflicts
 
 KV_CACHE = "engine_kwargs.vllm.kv_cache_dtype"
 VLLM_QUANTIZATION = "engine_kwargs.vllm.quantization"
@@ -184,6 +194,7 @@ def composed_errors(composed: Any) -> list[UserError]:
         conflicts += _sampling_conflicts(composed)
         conflicts += _trainer_conflicts(composed)
         conflicts += reading_conflicts(composed.data)
+        conflicts += separate_conflicts(composed)
     errors += [conflict.error() for conflict in conflicts]
     if quant is not None or ours:
         errors += turn_errors(composed)
@@ -258,13 +269,12 @@ def _trainer_conflicts(composed: Any) -> Iterator[Conflict]:
     mode = trainer.v1.trainer_mode
     if not trainer.use_v1:
         yield Conflict("trainer.use_v1", False, True, "QaRL runs only in verl's v1 trainer")
-    if mode not in ("sync", "qarl_sync"):
+    if mode not in ("sync", "qarl_sync", SEPARATE_MODE):
         yield Conflict(
             key="trainer.v1.trainer_mode",
             value=mode,
-            good="qarl_sync",
-            why="responses would come from several versions of the weights, and quant.mismatch_limit would report "
-            "an error",
+            good=f"qarl_sync (trainer.staleness in QaRL's config sets {SEPARATE_MODE})",
+            why="QaRL does not run in it, and nobody would know which version of the weights sampled a token",
         )
     yield from _rollout_conflicts(composed.actor_rollout_ref.rollout)
     steps = trainer.get("total_training_steps") or 0

@@ -34,6 +34,7 @@ from qarl.schemes import get_scheme
 from qarl.tbpo.config import KEYS
 from qarl.verl.environment import worker_environment
 from qarl.verl.keys import CORRECTION, LOOP, MULTI_TURN, PLUGIN, STOPS
+from qarl.verl.separate_keys import separate_keys
 from qarl.vllm_versions import FP32_HEAD
 
 Keys = dict[str, Any]
@@ -78,7 +79,7 @@ def verl_keys(config: Config, on_cpu: bool) -> Keys:
         # Otherwise workers would have only the environment of Ray, which may have been started before this run.
         "+ray_kwargs.ray_init.runtime_env.env_vars": worker_environment(config, on_cpu),
     }
-    return keys | (cpu_keys(config) if on_cpu else {})
+    return keys | (cpu_keys(config) if on_cpu else {}) | separate_keys(config, on_cpu)
 
 
 def same(root: str, section: Any, *names: str) -> Keys:

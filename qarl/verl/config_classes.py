@@ -84,6 +84,9 @@ class QuantSettings(_QuantKeys):
     publish_delta: Literal["auto", "off"] = "auto"
     """`auto`: send separate rollout workers only the words that changed since the last publish. `off`: all tensors."""
 
+    staleness: int = 0
+    """QaRL's `trainer.staleness`. The actor keeps the published tensors of as many versions before its own."""
+
 
 @dataclass
 class QuantFSDPEngineConfig(FSDPEngineConfig):

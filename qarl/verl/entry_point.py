@@ -25,7 +25,7 @@ from qarl.verl.named_files import refuse_unread_groups
 FOLLOWERS = {
     "verl.trainer.ppo.core_algos": "qarl.verl.loss",
     "verl.workers.engine": "qarl.verl.fsdp_engine",
-    "verl.trainer.ppo.v1": "qarl.verl.trainer",
+    "verl.trainer.ppo.v1": "qarl.verl.separate_trainer",
     "verl.experimental.agent_loop.agent_loop": "qarl.verl.environment_loop",
     "verl.workers.rollout.replica": "qarl.verl.adapter_server",
 }

@@ -87,6 +87,10 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     _outbox: DeltaSender | None = None
     adapters: ActorAdapters | None = None
     """The adapters, if they are what is trained."""
+    version: int | None = None
+    """The version of the last publish, or None if the scheduler's count of steps is it."""
+    sampled_step: int | None = None
+    """The step of which samples were written last."""
 
     def __init__(
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
@@ -299,7 +303,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def _metrics_of(self, step: TrainingStep, routing: tuple[int, int]) -> dict[str, float]:
         """Return the metrics of a whole step. Only the first rank has those over all ranks."""
         metrics = step.statistics.metrics(self.get_data_parallel_group(), routing)
-        if "mismatch/abs_mean" in metrics:
+        # Of stale responses it is not δ: `qarl.verl.separate_trainer` has that.
+        if "mismatch/abs_mean" in metrics and not (self.quant and self.quant.staleness):
             length = step.statistics.pairs.mean_length
             over = self._check_limit(step, metrics["mismatch/abs_mean"], length)
             metrics["mismatch/over_limit"] = float(over)
@@ -381,6 +386,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         super().load_checkpoint(local_path, *args, **kwargs)
         if self.quant is not None:
             _log.info("rank %d: %s", self.rank, check_record(self, local_path))
+            if self.quant.staleness:  # the first responses may be from other versions than this one
+                self.steps.run = RunState.TRAINED
 
     def get_per_tensor_param(
         self, layered_summon: Any = False, base_sync_done: Any = False, **kwargs: Any
@@ -388,7 +395,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if self.quant is None and (get_device_name() != "cpu" or self.model_config.lora_rank > 0):
             return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
         # The scheduler counts training steps, and a checkpoint restores its count.
-        version = self.lr_scheduler.last_epoch
+        version = self.lr_scheduler.last_epoch if self.version is None else self.version
         if self.adapters is not None:
             return self._adapter_stream(version, base_sync_done), None
         tensors = self._wire_tensors()

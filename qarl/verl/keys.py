@@ -21,6 +21,10 @@ FILES = (
 STOPS = f"{ROLLOUT}.custom"
 """verl's section for keys that it does not have, with QaRL's `stop` and `stop_token_ids`."""
 REFERENCE = "actor_rollout_ref.ref"
+SEPARATE = "trainer.v1.separate_async"
+SEPARATE_MODE = "qarl_separate_async"
+"""The value of `trainer.v1.trainer_mode` of QaRL's trainer with engines of their own."""
+SAMPLER = "trainer.v1.sampler"
 CORRECTION = "algorithm.rollout_correction"
 POLICY_LOSS = f"{ACTOR}.policy_loss"
 SHARDS = f"{ACTOR}.fsdp_config"
@@ -44,6 +48,12 @@ OWN_KEYS = {
     f"{ROLLOUT}.n": "rollout.n",
     "trainer.n_gpus_per_node": "trainer.n_gpus_per_node",
     "trainer.nnodes": "trainer.nnodes",
+    SEPARATE: "trainer.staleness",
+    f"{SAMPLER}.max_off_policy_threshold": "trainer.staleness",
+    f"{SAMPLER}.max_off_policy_strategy": "trainer.staleness_strategy",
+    f"{ROLLOUT}.n_gpus_per_node": "rollout.n_gpus_per_node",
+    "actor_rollout_ref.hybrid_engine": "trainer.staleness",
+    f"{ROLLOUT}.checkpoint_engine.backend": "trainer.staleness",
     "trainer.test_freq": "trainer.test_freq",
     "trainer.val_before_train": "trainer.val_before_train",
     "trainer.total_training_steps": "trainer.total_training_steps",

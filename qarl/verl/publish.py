@@ -27,14 +27,21 @@ hosts, the actor listens at the address of its node, otherwise at the loopback a
 from __future__ import annotations
 
 import secrets
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from qarl.rollout.publish.manifest import NamedTensor
-from qarl.rollout.remote.records import BEGIN, COMMIT, read_record, record, without_number
+from qarl.rollout.remote.records import (
+    BEGIN,
+    COMMIT,
+    TransferFailed,
+    read_record,
+    record,
+    without_number,
+)
 from qarl.rollout.remote.sockets import Address, WeightClient, WeightServer, own_address
 from qarl.verl.publication import publish_timeout, reserved, run_identity
 
@@ -120,11 +127,13 @@ class QaRLCheckpointEngine(CheckpointEngine):
 
         Raises:
             PeerLost: the actor was lost. This is raised in the middle of the stream.
-            TransferFailed: a different rollout worker did not get the publish. This is raised at the end of the stream.
+            TransferFailed: a different rollout worker did not get the publish, which is raised at the end of the
+                stream; or the publish is not of version `global_steps`, with which verl will label what its engine
+                samples.
         """
-        return reserved(self._received())
+        return reserved(self._received(global_steps))
 
-    def _received(self) -> Generator[NamedTensor]:
+    def _received(self, version: int | None = None) -> Generator[NamedTensor]:
         fingerprint = self._fingerprint
         self._fingerprint = None
         self._arrived = None
@@ -134,10 +143,9 @@ class QaRLCheckpointEngine(CheckpointEngine):
             for name, tensor in client.stream():
                 plain = without_number(name)
                 if plain == BEGIN:
-                    yield (
-                        name,
-                        record(BEGIN, read_record(BEGIN, tensor) | {"run": run_identity()})[1],
-                    )
+                    begin = read_record(BEGIN, tensor)
+                    refuse_other_version(begin, version)
+                    yield name, record(BEGIN, begin | {"run": run_identity()})[1]
                     continue
                 if plain == COMMIT:
                     fingerprint = read_record(COMMIT, tensor).get("fingerprint")
@@ -155,6 +163,18 @@ class QaRLCheckpointEngine(CheckpointEngine):
         if self.server is not None:
             self.server.close()
             self.server = None
+
+
+def refuse_other_version(begin: Mapping[str, Any], version: int | None) -> None:
+    """Raise TransferFailed if `begin`, the first record of a publish, is not of `version`, unless that is None."""
+    if version is None or begin["version"] == version:
+        return
+    raise TransferFailed(
+        f"the actor sent version {begin['version']} of the weights where verl expects version {version}",
+        where="the first record of the publish",
+        why="verl would label what the engine samples with another version than that of its weights",
+        fix="train with QaRL's trainer and worker (trainer.staleness, or trainer.v1.trainer_mode=qarl_separate_async)",
+    )
 
 
 def _read_all(weights: Any) -> None:

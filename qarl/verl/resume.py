@@ -45,6 +45,7 @@ from qarl.trainer.resume import (
 )
 from qarl.trainer.run_lock import lock_run
 from qarl.trainer.taken_names import check_names
+from qarl.verl.saving import HAS_QUEUE, QUEUE
 from qarl.verl.state_record import FILES, part_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -124,8 +125,12 @@ def lacks(folder: Path, *, all_parts: bool = True) -> str | None:
     """Return why no run can resume from `folder`, or None if one can. An export needs less (`what_is_missing`).
 
     `all_parts`: whether the run loads all that was saved. The records of QaRL say what was."""
-    if (problem := what_is_missing(folder)) or not all_parts:
+    if problem := what_is_missing(folder):
         return problem
+    if (folder / HAS_QUEUE).is_file() and not (folder / QUEUE).is_dir():
+        return f"{QUEUE}, with the responses that wait, is missing"
+    if not all_parts:
+        return None
     for record in sorted((folder / "actor").glob("qarl_state_*.json")):
         names = _saved_json(record)
         if names is None:

@@ -1,11 +1,11 @@
-"""verl's sampler (replay buffer) for `trainer.v1.trainer_mode=sync`.
+"""verl's samplers (replay buffers), for trainers that wait for the engine and for those with engines of their own.
 
-`trainer.v1.sampler.custom_sampler` chooses the sampler. It differs from verl 0.9.1 in three ways:
+`trainer.v1.sampler.custom_sampler` chooses the sampler. They differ from verl 0.9.1 in three ways:
 
 - It polls the progress of the rollout more often. verl sleeps two seconds between polls, which is longer than a step of
   a small model.
-- A group without all its responses is an error, and so is a process that dies. verl would train on the responses that
-  are finished, which are mostly short ones.
+- A group without all its responses is an error, and so is a process that dies. verl's synchronous sampler would train
+  on the responses that are finished, which are mostly short ones, and its asynchronous one would take other prompts.
 - It counts preemptions. verl adds the metrics that a sampler returns to those of the step.
 """
 
@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from qarl.errors import UserError
 from qarl.progress import live
@@ -40,12 +40,14 @@ _log = logging.getLogger("qarl.verl")
 _log.setLevel(logging.INFO)
 
 
-class PromptReplayBuffer(ReplayBuffer):
-    """The sampler for `trainer.v1.trainer_mode=sync`.
+class WholeGroups(ReplayBuffer):
+    """Base of the samplers: all responses of a group, or an error.
 
     It does not support `filter_groups` and `sync_refill_failed_groups`, which only verl's own samplers implement. Raise
-    UserError if one of them is set in `trainer.v1.sampler.sampler_kwargs`, or if the trainer mode is not sync.
+    UserError if one of them is set in `trainer.v1.sampler.sampler_kwargs`, or if the trainer's mode is not `MODE`.
     """
+
+    MODE: ClassVar[str]
 
     def __init__(self, **kwargs: Any) -> None:
         refuse(self._conflicts(kwargs))
@@ -57,13 +59,13 @@ class PromptReplayBuffer(ReplayBuffer):
         self._sampled = Sampled(0, 0, 0)
         self._counted = time.monotonic()
 
-    @staticmethod
-    def _conflicts(arguments: Mapping[str, Any]) -> Iterator[Conflict]:
+    @classmethod
+    def _conflicts(cls, arguments: Mapping[str, Any]) -> Iterator[Conflict]:
         others = "null to trainer.v1.sampler.custom_sampler.path and .name, which chooses verl's own sampler"
         why = "QaRL's sampler would ignore it, and only verl's own samplers implement it"
-        mode = arguments.get("trainer_mode", "sync")
-        if mode != "sync":
-            yield Conflict("trainer.v1.trainer_mode", mode, f"sync; it, or {others}", why)
+        mode = arguments.get("trainer_mode", cls.MODE)
+        if mode != cls.MODE:
+            yield Conflict("trainer.v1.trainer_mode", mode, f"{cls.MODE}; it, or {others}", why)
         asked = arguments.get("sampler_kwargs") or {}
         keys = {
             "filter_groups": "algorithm.filter_groups.enable",
@@ -129,6 +131,47 @@ class PromptReplayBuffer(ReplayBuffer):
         tags = self.partitions[self._partition]
         of_finished = [tag for key, tag in tags.items() if key.split("_")[0] in finished]
         return Sampled(len(finished), tokens_of(tags.values()), tokens_of(of_finished))
+
+
+class PromptReplayBuffer(WholeGroups):
+    """The sampler for `trainer.v1.trainer_mode=sync`."""
+
+    MODE = "sync"
+
+
+class StalePromptReplayBuffer(WholeGroups, ReplayBufferAsync):
+    """The sampler for `trainer.v1.trainer_mode=separate_async`. verl's own bounds the age of prompts, by waiting for
+    those that lag or by dropping them (`max_off_policy_strategy`). This one also says so."""
+
+    MODE = "separate_async"
+    _waited = False
+    """Whether this sample has waited for prompts that lag, while enough others were ready."""
+
+    def sample(
+        self, global_steps: int, partition_id: str, batch_size: int
+    ) -> tuple[Any, dict[str, Any]]:
+        self._waited = False
+        batch, metrics = super().sample(global_steps, partition_id, batch_size)
+        if partition_id == "val":
+            return batch, metrics
+        if dropped := metrics.get("training/off_policy/evicted_samples"):
+            what = "step %d: %d prompts were dropped with their responses, which would be older than %d steps"
+            _log.warning(
+                f"{what} (trainer.staleness_strategy=drop)",
+                global_steps,
+                dropped,
+                (self.max_off_policy_threshold or 1) - 1,
+            )
+        return batch, metrics | {"staleness/waited": float(self._waited)}
+
+    def _has_enough_samples(
+        self, global_steps: int, partition_id: str, batch_size: int, sampleable_keys: set[str]
+    ) -> bool:
+        enough: bool = super()._has_enough_samples(
+            global_steps, partition_id, batch_size, sampleable_keys
+        )
+        self._waited |= not enough and len(sampleable_keys) >= batch_size
+        return enough
 
 
 def tokens_of(tags: Iterable[Mapping[str, Any]]) -> int:

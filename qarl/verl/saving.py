@@ -18,6 +18,10 @@ from qarl.checkpoint.read_weights import step_of, what_is_missing, whole_and_tor
 from qarl.checkpoint.storage import StorageError, remove_folder
 
 BY_TIME = "saved_by_time"
+QUEUE = "transfer_queue"
+"""verl's folder in a checkpoint for prompts and responses that wait, if engines sample while the trainer updates."""
+HAS_QUEUE = "has_queue"
+"""File that says that a checkpoint is complete only with `QUEUE`, which verl writes last and does not miss."""
 
 _log = logging.getLogger("qarl.verl")
 
@@ -56,6 +60,12 @@ class Saving:
         folder.mkdir(parents=True, exist_ok=True)
         if self._freq <= 0 or (step % self._freq and step != self._last):
             (folder / BY_TIME).touch()
+        return folder
+
+    def queue_folder(self, step: int) -> Path:
+        """Return the folder that `folder` returns, and mark that its checkpoint has a queue."""
+        folder = self.folder(step)
+        (folder / HAS_QUEUE).touch()
         return folder
 
     def saved(self, folder: Path) -> None:

@@ -138,7 +138,8 @@ def log_mini_batch(engine: Any, data: Any) -> None:
 
     The first rank writes them, because only the trainer's workers have both δ and the tokens. If the run folder does
     not exist on this machine, nothing is written. `engine`: gives the rank, the tokenizer, and the number of finished
-    training steps (`lr_scheduler.last_epoch`)."""
+    training steps: the version that was published last, if the trainer has said it, or `lr_scheduler.last_epoch`. A
+    step whose updates come one by one is logged once."""
     folder = os.environ.get(SAMPLES_IN)
     if not folder or engine.rank != 0 or not Path(folder).is_dir():
         return
@@ -148,7 +149,10 @@ def log_mini_batch(engine: Any, data: Any) -> None:
         engine.model_config.tokenizer.decode,
         warn=_log.warning,
     )
-    step = engine.lr_scheduler.last_epoch + 1
+    step = (engine.lr_scheduler.last_epoch if engine.version is None else engine.version) + 1
+    if step == engine.sampled_step:
+        return
+    engine.sampled_step = step
     log.write(step, lambda: sample_rows(data), lacking=(KeyError, RuntimeError))
 
 

@@ -1,4 +1,5 @@
-"""verl's synchronous trainer. Its sampler is in `qarl.verl.sampler`.
+"""verl's synchronous trainer, and what QaRL adds to any of verl's. `qarl.verl.separate_trainer` has the asynchronous
+one, `qarl.verl.sampler` the samplers.
 
 The trainer, `qarl_sync`, also saves by time and can skip the pass that recomputes the old log-probs. QaRL's configs
 choose it by `trainer.v1.trainer_mode`. `qarl.step.old_log_probs` explains when the pass is skipped and what is
@@ -34,14 +35,14 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import transfer_queue as tq
 from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss
-from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
@@ -72,12 +73,15 @@ _log = logging.getLogger("qarl.verl")
 _log.setLevel(logging.INFO)
 
 
-@register_trainer("qarl_sync")
-class QaRLTrainerSync(PPOTrainerSync):
-    """The trainer. Its settings are `old_log_probs` and `old_log_probs_sample` in the actor's section `quant`."""
+class QaRLTrainer(PPOTrainer):
+    """What QaRL's trainers add to verl's, before which they stand among the bases. The settings are `old_log_probs` and
+    `old_log_probs_sample` in the actor's section `quant`."""
+
+    MODE: ClassVar[str]
+    """verl's name of the trainer that this one extends."""
 
     def __init__(self, config: Any) -> None:
-        config.trainer.v1.trainer_mode = "sync"  # verl also checks for its own trainer's name
+        config.trainer.v1.trainer_mode = self.MODE  # verl also checks for its own trainer's name
         super().__init__(config)
 
     _relies: str | None = None
@@ -300,23 +304,28 @@ class QaRLTrainerSync(PPOTrainerSync):
             return False
         seed = (self.config.data.get("seed") or 0) * 1_000_003 + self.global_steps
         rows = [others[index] for index in drawn(len(others), count, seed).tolist()]
-        sample = batch.select_keys([batch.keys[row] for row in rows])
-        size = math.gcd(
-            count // ranks,
-            self.config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu or 1,
-        )
-        sample.extra_info |= {
-            "calculate_entropy": True,
-            "compute_loss": False,
-            "micro_batch_size_per_gpu": size,
-        }
-        sample.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
+        keys = [batch.keys[row] for row in rows]
+        sample = self._for_log_probs(batch, keys, count // ranks)
         self.actor_rollout_wg.compute_log_prob(sample)
         metrics["actor/entropy"] = self._entropy(sample)
         self._schedule.sampled(count, len(others))
         metrics |= self._schedule.metrics
         metrics["old_log_probs/checked_frac"] += count / len(batch)
         return self._differing(sample, "log_probs") > 0
+
+    def _for_log_probs(self, batch: Any, keys: Sequence[str], of_rank: int) -> Any:
+        """Return some rows of `batch` as the actor takes them for log-probs. `of_rank`: how many each rank gets."""
+        sample = batch.select_keys(keys)
+        rollout = self.config.actor_rollout_ref.rollout
+        sample.extra_info |= {
+            "calculate_entropy": True,
+            "compute_loss": False,
+            "micro_batch_size_per_gpu": math.gcd(
+                of_rank, rollout.log_prob_micro_batch_size_per_gpu or 1
+            ),
+            "temperature": rollout.temperature,
+        }
+        return sample
 
     def _entropy(self, sample: Any) -> float:
         """Return the entropy of sampled rows, averaged as verl averages that of all rows."""
@@ -396,6 +405,13 @@ class QaRLTrainerSync(PPOTrainerSync):
         """Return the number of rows of the first mini-batch on each rank."""
         root = self.config.actor_rollout_ref
         return int(root.actor.ppo_mini_batch_size * root.rollout.n // self._ranks())
+
+
+@register_trainer("qarl_sync")
+class QaRLTrainerSync(QaRLTrainer, PPOTrainerSync):
+    """The trainer that waits for the engine, which waits for the trainer."""
+
+    MODE = "sync"
 
 
 def answer_figures(data_sources: Sequence[str], infos: Mapping[str, Sequence[Any]]) -> list[float]:

@@ -36,20 +36,22 @@ GRACE_SECONDS = 120
 Ray's two agents, which end about 70 s later (measured)."""
 ENGINE = "VLLM::EngineCore"
 RANK = "WorkerDict"
+SENDER = "CheckpointEngineWorker"
+"""The process beside an engine of its own that passes publishes on to it."""
 
 
 class KilledRun:
-    """`qarl train` with the quickstart of verl, in a process group of its own, as a shell would start it.
+    """`qarl train` with a shipped config of verl, in a process group of its own, as a shell would start it.
 
     `printed`: its output. `seen`: every process that it has started."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
-        self.run_dir = folder / "quickstart_verl"
+    def __init__(self, folder: Path, *overrides: str, config: str = "quickstart_verl") -> None:
+        self.run_dir = folder / config
         changes = dict(override.split("=", 1) for override in overrides)
         given = {"output_dir": folder, **SETTINGS, **changes}
         # A shell lets the jobs in its background ignore Ctrl-C, and nohup SIGHUP, and the tests may be one.
         command = ["env", "--default-signal=INT,HUP"]
-        command += [sys.executable, "-m", "qarl.train", "config=quickstart_verl.yaml"]
+        command += [sys.executable, "-m", "qarl.train", f"config={config}.yaml"]
         command += [f"{key}={value}" for key, value in given.items()]
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "printed.txt"

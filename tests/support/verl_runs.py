@@ -51,8 +51,14 @@ def start(command: list[str], **variables: str) -> None:
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
 
 
-def run_quickstart(output: Path, model: Path, data: Path, changes: dict[str, object]) -> Path:
-    """Two steps at learning rate 0. Returns the run's folder."""
+def run_quickstart(
+    output: Path,
+    model: Path,
+    data: Path,
+    changes: dict[str, object],
+    config: str = "quickstart_verl",
+) -> Path:
+    """Two steps at learning rate 0. Returns the run's folder. `config`: the shipped config."""
     settings = {
         "output_dir": output,
         "model.path": model,
@@ -68,8 +74,8 @@ def run_quickstart(output: Path, model: Path, data: Path, changes: dict[str, obj
         "trainer.logger": "[console]",
     }
     overrides = [f"{key}={value}" for key, value in (settings | changes).items()]
-    start([sys.executable, "-m", "qarl.train", "config=quickstart_verl.yaml", *overrides])
-    return output / "quickstart_verl"
+    start([sys.executable, "-m", "qarl.train", f"config={config}.yaml", *overrides])
+    return output / config
 
 
 KWARGS = {

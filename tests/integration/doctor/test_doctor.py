@@ -203,10 +203,20 @@ def test_a_level_that_falls_back_is_said() -> None:
 
 
 @pytest.mark.verl
-@pytest.mark.parametrize(("there", "errors"), [(1, 1), (2, 0), (None, 0)])
-def test_gpus_that_are_not_there(there: int | None, errors: int) -> None:
+@pytest.mark.parametrize(
+    ("there", "errors", "more"),
+    [
+        (1, 1, []),
+        (2, 0, []),
+        (None, 0, []),
+        (4, 1, ["trainer.staleness=1", "rollout.n_gpus_per_node=3"]),
+        (5, 0, ["trainer.staleness=1", "rollout.n_gpus_per_node=3"]),
+    ],
+)
+def test_gpus_that_are_not_there(there: int | None, errors: int, more: list[str]) -> None:
     target = Machine("cuda", "this machine", True, 90, 2**36, gpus=there)
-    findings = topic_of("machine", "backend=verl", "trainer.n_gpus_per_node=2", target=target)
+    two = ["backend=verl", "trainer.n_gpus_per_node=2"]
+    findings = topic_of("machine", *two, *more, target=target)
     assert (
         len(
             [

@@ -28,6 +28,7 @@ from qarl.rollout.publish.checksum import checksums
 from qarl.verl.config import trainer_keys
 from qarl.verl.followed_log import MetricsFollower, our_names
 from qarl.verl.interrupts import answered_interrupt
+from qarl.verl.saving import HAS_QUEUE, QUEUE
 from qarl.verl.state_record import PARTS, check_record, engine_state
 
 pytest.importorskip("verl")
@@ -247,6 +248,21 @@ def test_a_checkpoint_that_lacks_a_saved_part_is_no_start(opened, capsys, file):
         opened(**path)
     assert find_checkpoint(opened.run, None) == actor.parent
     assert opened() == 2 and "global_step_4 is incomplete" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_the_responses_that_wait_is_no_start(opened, capsys):
+    """verl writes them last, and starts without them if they are missing."""
+    for step in (2, 4):
+        folder = checkpoint(opened.run, step)
+        (folder / HAS_QUEUE).touch()
+        (folder / QUEUE).mkdir()
+    assert opened() == 4
+    (folder / QUEUE).rmdir()
+    path = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(folder)}
+    with pytest.raises(UserError, match="the responses that wait"):
+        opened(**path)
+    assert opened() == 2
+    assert "global_step_4 is incomplete" in capsys.readouterr().err
 
 
 def test_an_export_says_what_a_checkpoint_lacks(tmp_path, capsys):

@@ -43,6 +43,8 @@ def engine(finished_steps: int, rank: int = 0) -> SimpleNamespace:
     return SimpleNamespace(
         rank=rank,
         lr_scheduler=SimpleNamespace(last_epoch=finished_steps),
+        version=None,
+        sampled_step=None,
         optimizer_config=SimpleNamespace(total_training_steps=33),
         model_config=SimpleNamespace(tokenizer=TOKENIZER),
     )

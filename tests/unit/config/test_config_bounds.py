@@ -79,3 +79,17 @@ def test_words_for_booleans_in_the_chat_templates_variables(word: str, meant: st
     name = "data.apply_chat_template_kwargs.enable_thinking"
     assert questioned(word) == [f"{name} is the text '{word}', and not {meant}"]
     assert questioned(meant) == questioned("never") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "questioned"),
+    [
+        (["actor.loss=grpo", "trainer.staleness=1"], ["trainer.staleness"]),
+        (["actor.loss=grpo", "trainer.staleness=0"], []),
+        (["actor.loss=grpo", "trainer.staleness=1", "rollout_correction.rollout_is=token"], []),
+        (["actor.loss=tbpo", "trainer.staleness=1"], []),
+    ],
+)
+def test_staleness_that_nothing_corrects(arguments: list[str], questioned: list[str]) -> None:
+    findings = unusual_values(load_config(["config=run.yaml", "backend=verl", *arguments]))
+    assert [unusual.where for unusual in findings] == questioned

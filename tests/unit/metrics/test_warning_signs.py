@@ -143,6 +143,18 @@ def test_each_sign_is_found_once_and_soon(
     assert warning.remedy == SIGNS[sign][1]
 
 
+@pytest.mark.parametrize("sign", ["tail of δ grows 4% a step", "k3 grows 5% a step"])
+def test_staleness_is_not_taken_for_a_mismatch(sign: str) -> None:
+    """The mismatch to the rollout grows with the updates, if the rollout is of older weights."""
+    grow = CASES[sign][1]
+
+    def stale(now: int, metrics: Metrics) -> None:
+        grow(now, metrics)
+        metrics["staleness/age_mean"] = 1.0
+
+    assert find(a_run(stale)) == []
+
+
 @pytest.mark.parametrize("change", [after(50, "mismatch/training_ppl", 4), quiet_norm])
 def test_one_of_perplexity_and_gradient_norm_is_not_both(
     change: Callable[[int, Metrics], None],

@@ -14,7 +14,7 @@ from engine_helpers import config as engine_config
 
 from qarl.checks.model import check_not_quantized
 from qarl.config import ConfigError, build_config, load_config
-from qarl.config.hints import unusual_values
+from qarl.config.hints import unread_paper_keys, unusual_values
 from qarl.errors import UserError
 
 SEVERAL = "reward: {functions: [arithmetic, {function: 'mine.py:form', weight: 0.2}]}\n"
@@ -99,3 +99,13 @@ def test_the_export_of_a_run_as_a_model_names_the_command_for_its_weights(
     command = f"qarl export run={run} step=2 format=bf16"
     assert (command in str(error.value.fix)) == marked
     assert ("give the original BF16 checkpoint" in str(error.value.fix)) != marked
+
+
+def test_the_config_of_a_run_asks_for_no_key_without_effect() -> None:
+    """It lists all keys, so a command with config=runs/NAME/config.yaml would note what nobody has written."""
+    text = MINIMAL.replace("actor:\n", "actor:\n  seq_clip_ratio_low: 0.0003\n")
+    Path("table.yaml").write_text(text)
+    named = load_config(["config=table.yaml"])
+    assert len(unread_paper_keys(named)) == 1
+    Path("resolved.yaml").write_text(named.resolved_yaml())
+    assert unread_paper_keys(load_config(["config=resolved.yaml"])) == []

@@ -7,7 +7,7 @@ TRL, without a limit of time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from qarl.data.response_text import response_texts
@@ -15,6 +15,8 @@ from qarl.data.rewards import BUILTIN, TURN_SCORES
 from qarl.data.scoring import find_reward, score_rows
 from qarl.errors import UserError
 
+_OTHER_NAMES = ("answer", "solution", "answers", "label", "target", "reference")
+"""Columns of known datasets, as GSM8K and MATH, that have what is a ground truth here."""
 TURN_COLUMNS = ("num_turns", "messages", TURN_SCORES)
 """What reward functions get of a conversation with an environment, by name, as in `extra_info` of other backends."""
 
@@ -75,13 +77,29 @@ def ground_truths(columns: Mapping[str, Any]) -> Sequence[Any]:
     if "ground_truth" in columns:
         truths: Sequence[Any] = columns["ground_truth"]
         return truths
-    if "reward_model" in columns:
-        return [row["ground_truth"] for row in columns["reward_model"]]
-    raise UserError(
+    rows = columns.get("reward_model") or ()
+    if rows and all(isinstance(row, Mapping) and "ground_truth" in row for row in rows):
+        return [row["ground_truth"] for row in rows]
+    raise no_ground_truths(columns)
+
+
+def check_ground_truths(columns: Collection[str]) -> None:
+    """Raise UserError if a dataset with `columns` has no ground truths. If no columns are known, do nothing."""
+    if columns and not {"ground_truth", "reward_model"} & {*columns}:
+        raise no_ground_truths(columns)
+
+
+def no_ground_truths(columns: Collection[str]) -> UserError:
+    """Return the error for a dataset with `columns`, which may have them under another name."""
+    fix = "add the column ground_truth"
+    if others := [name for name in _OTHER_NAMES if name in columns]:
+        fix = f'write dataset.rename_column("{others[0]}", "ground_truth")'
+    return UserError(
         "the dataset has no ground truths",
         where="train_dataset, eval_dataset",
-        why="a reward function by name compares with a column ground_truth, or with verl's column reward_model",
-        fix="add the column ground_truth, or give reward_funcs a function with TRL's signature",
+        why="a reward function by name compares with a column ground_truth, or with ground_truth in verl's column "
+        "reward_model",
+        fix=f"{fix}, or give reward_funcs a function with TRL's signature",
     )
 
 

@@ -23,7 +23,7 @@ from qarl.errors import UserError, shortened
 from qarl.trl.arguments import check_rewards
 from qarl.trl.config import QaRLConfig
 from qarl.trl.environment import name_of
-from qarl.trl.rewards import TURN_COLUMNS
+from qarl.trl.rewards import TURN_COLUMNS, check_ground_truths, is_name
 from qarl.trl.turns import Given, Turns, methods_of, prompts_of
 from qarl.turns.conversation import Conversation, Message, Sampled
 from qarl.turns.loop import Failure
@@ -226,6 +226,8 @@ def check_reward_source(reward_funcs: Any, given: Given, columns: Collection[str
     more = TURN_COLUMNS if given.environment is not None else ()
     more = (*more, "environments") if given.factory is not None else more
     check_rewards(reward_funcs, [*columns, *more])
+    if any(is_name(function) and function not in TURN_REWARDS for function in listed):
+        check_ground_truths(columns)
 
 
 def prompt_template(given: Given, tokenizer: Any) -> dict[str, Any]:

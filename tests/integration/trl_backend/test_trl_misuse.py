@@ -23,6 +23,7 @@ from trl import GRPOConfig
 from qarl.errors import UserError
 from qarl.trl import QaRLConfig, QaRLTrainer, checks, trainer
 from qarl.trl.config import RUN_KEYS
+from qarl.trl.rewards import ground_truths
 
 
 class EngineStarted(Exception):
@@ -44,6 +45,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PROMPTS = ["t3 t4", "t5 t6 t7"]
 DATA = Dataset.from_dict({"prompt": PROMPTS})
+WITH_TRUTHS = Dataset.from_dict({"prompt": PROMPTS, "ground_truth": ["12", "13"]})
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -408,7 +410,7 @@ def test_a_reward_is_refused_before_the_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(trainer, "load_policy", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(UserError, match=words):
-        build(model, tmp_path, rewards=rewards)
+        build(model, tmp_path, data=WITH_TRUTHS, rewards=rewards)
 
 
 @pytest.mark.parametrize(
@@ -416,4 +418,24 @@ def test_a_reward_is_refused_before_the_model_is_loaded(
 )
 def test_rewards_that_can_be_called(model: Path, tmp_path: Path, rewards: Any) -> None:
     with pytest.raises(EngineStarted):
-        build(model, tmp_path, rewards=rewards)
+        build(model, tmp_path, data=WITH_TRUTHS, rewards=rewards)
+
+
+@pytest.mark.parametrize(
+    ("columns", "fix"),
+    [({}, "add the column ground_truth"), ({"answer": ["1", "2"]}, 'rename_column\\("answer", ')],
+)
+def test_a_reward_by_name_needs_ground_truths_before_the_first_rollout(
+    model: Path, tmp_path: Path, columns: dict[str, Any], fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "load_policy", lambda *_: pytest.fail("the model was loaded"))
+    data = Dataset.from_dict({"prompt": PROMPTS, **columns})
+    with pytest.raises(UserError, match=f"the dataset has no ground truths[\\s\\S]*{fix}"):
+        build(model, tmp_path, data=data, rewards=[reward, "arithmetic"])
+
+
+@pytest.mark.parametrize("row", [None, {}, {"style": "rule"}, "12"])
+def test_a_row_of_verl_without_a_ground_truth_is_no_traceback(row: Any) -> None:
+    with pytest.raises(UserError, match="the dataset has no ground truths"):
+        ground_truths({"reward_model": [{"ground_truth": "3"}, row]})
+    assert ground_truths({"reward_model": [{"ground_truth": "3"}]}) == ["3"]

@@ -120,7 +120,7 @@ def test_functions_by_name(model: Path, tmp_path: Path, monkeypatch: pytest.Monk
     trained.train()
     assert torch.is_grad_enabled() and trained.state.log_history[0]["rewards/score/mean"] == 1
     with pytest.raises(UserError, match="no ground truths"):
-        build(model, tmp_path, monkeypatch, "arithmetic").train()
+        build(model, tmp_path, monkeypatch, "arithmetic")
     with pytest.raises(UserError, match="has no function 'scores'"):
         build(model, tmp_path, monkeypatch, f"{file}:scores")
 

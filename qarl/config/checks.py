@@ -136,15 +136,6 @@ def rejections_have_thresholds(v: Values) -> Problems:
         yield bad(v, f"{key}_lower", reason, "set it to null, or to a smaller value")
 
 
-def weights_to_normalise(v: Values) -> Problems:
-    key = f"{_IS}_batch_normalize"
-    level = v[_IS]
-    mode = v[f"{_IS}_mode"]
-    if v[key] and v["backend"] == "verl" and (level == "geometric" or mode == "clip"):
-        reason = f"verl has no weight with rollout_is={level} and rollout_is_mode={mode}, and only verl's trainer sees "
-        yield bad(v, key, reason + "the whole batch", "set it to false, or set backend=local")
-
-
 def whole_mini_batches(v: Values) -> Problems:
     key = "actor.ppo_mini_batch_size"
     train = v["data.train_batch_size"]
@@ -380,7 +371,6 @@ _CHECKS: tuple[Callable[[Values], Problems], ...] = (
     one_weight_for_the_mismatch,
     rollouts_log_probs_hide_the_mismatch,
     rejections_have_thresholds,
-    weights_to_normalise,
     whole_mini_batches,
     whole_micro_batches,
     *(partial(micro_batches_have_a_size, kind) for kind in ("ppo", "log_prob")),

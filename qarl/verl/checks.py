@@ -209,6 +209,8 @@ def composed_errors(composed: Any) -> list[UserError]:
 def _log_prob_conflicts(composed: Any, quant: Any) -> Iterator[Conflict]:
     """Yield who needs the rollout's log-probs and would not get them, and what TBPO does not go with. `quant`: the
     actor's `QuantSettings`, or None."""
+    from qarl.verl.batch_weights import normalised_by_qarl, without_batch
+
     trainer = composed.trainer
     loss = composed.actor_rollout_ref.actor.policy_loss.loss_mode
     source = "recompute" if quant is None else quant.old_log_probs
@@ -228,6 +230,8 @@ def _log_prob_conflicts(composed: Any, quant: Any) -> Iterator[Conflict]:
             yield Conflict(f"{QUANT}.old_log_probs", source, "recompute", unread)
         if minutes > 0:
             yield Conflict("trainer.save_minutes", minutes, -1, unread)
+        if loss in LOSS_MODES and normalised_by_qarl(composed):
+            yield without_batch(f"trainer.v1.trainer_mode={mode} computes no such weights")
     if loss == "tbpo":
         yield from _corrections_beside_tbpo(composed)
 

@@ -188,12 +188,20 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
         ) from error
 
 
+def correction_of(policy_loss: Any) -> RolloutCorrectionConfig:
+    """Return QaRL's section `rollout_correction` from verl's `actor.policy_loss`. Raise UserError if it is invalid."""
+    given = _plain(getattr(policy_loss, "correction", {}))
+    return cast(
+        RolloutCorrectionConfig,
+        checked(RolloutCorrectionConfig, given, f"{POLICY_LOSS}.correction"),
+    )
+
+
 def actor_settings(actor: Any, loss_agg_mode: str) -> Settings:
     """Return the settings of an objective from verl's actor config. Raise UserError as `tbpo_config` does, and if
     seq-mean-token-sum-norm has no `loss_scale_factor`."""
     policy_loss = actor.policy_loss
-    given = _plain(getattr(policy_loss, "correction", {}))
-    correction = checked(RolloutCorrectionConfig, given, f"{POLICY_LOSS}.correction")
+    correction = correction_of(policy_loss)
     if policy_loss.loss_mode == "tbpo" or policy_loss.objective == "tbpo":
         return Settings(correction=correction, tbpo=tbpo_config(policy_loss, loss_agg_mode))
     factor = actor.loss_scale_factor

@@ -23,6 +23,7 @@ from verl.trainer.ppo.core_algos import register_policy_loss
 from qarl.config.objectives import get_objective
 from qarl.objectives.loss import objective_loss
 from qarl.tbpo.reading import read
+from qarl.verl.batch_weights import normalises, without_batch
 from qarl.verl.config_classes import actor_settings
 from qarl.verl.keys import ACTOR, CORRECTION, POLICY_LOSS, QUANT, ROLLOUT
 from qarl.verl.refusals import Conflict, refuse
@@ -103,7 +104,7 @@ def policy_loss(
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Compute the objective that `config.policy_loss` names. The signature is that of verl's policy losses. All tensors
-    are [B, T]. `rollout_is_weights`: the weights of verl's trainer, for the whole batch of a step.
+    are [B, T]. `rollout_is_weights`: the weights of the trainer, for the whole batch of a step.
 
     The returned dict is empty, because the engine reports the metrics. Raise UserError if the batch has no rollout
     log-probs, if verl passes its own weights to TBPO, or if the configuration is not valid.
@@ -123,13 +124,16 @@ def policy_loss(
         conflicts.append(Conflict(f"{ROLLOUT}.calculate_log_probs", False, True, hidden))
     refuse(conflicts)
     assert micro_batch is not None and rollout is not None
+    settings = actor_settings(config, loss_agg_mode)
+    if rollout_is_weights is None and normalises(settings.correction):
+        raise without_batch("the trainer has passed no weights to the loss").error()
     loss, statistics = objective_loss(
         log_prob,
         old_log_prob,
         rollout.to(log_prob.device),
         advantages,
         response_mask,
-        actor_settings(config, loss_agg_mode),
+        settings,
         weight=rollout_is_weights,
         responses=micro_batch.responses,
         tokens=micro_batch.tokens,

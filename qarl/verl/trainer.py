@@ -11,7 +11,8 @@ checked (`actor.old_log_probs`). These methods of verl's trainer are overridden:
                             end a run whose folder was deleted
     _compute_old_log_prob   recomputes the old log-probs, or takes the rollout's and checks a sample of rows
     _compute_advantage      sets the advantages of equal rewards to 0, where verl's are rounding noise
-                            (`qarl.verl.advantages`)
+                            (`qarl.verl.advantages`), and adds weights that are divided by their mean over the batch
+                            (`qarl.verl.batch_weights`)
     _compute_metrics        counts responses that were cut off, not those as long as the longest
                             (`qarl.verl.response_ends`)
     _update_actor           tells the engine to check the first mini-batch (`qarl.verl.training_steps`). If it drops
@@ -59,6 +60,7 @@ from qarl.step.old_log_probs import (
     sample_size,
 )
 from qarl.verl.advantages import rows_of_equal_rewards
+from qarl.verl.batch_weights import with_weights
 from qarl.verl.config_classes import QuantSettings
 from qarl.verl.loss import DIFFERING, RELIES
 from qarl.verl.response_ends import corrected_metrics, end_tokens
@@ -172,7 +174,7 @@ class QaRLTrainer(PPOTrainer):
             data = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=["advantages"])
             data["advantages"] = torch.zeros_like(data["advantages"])
             tq.kv_batch_put(keys=keys, partition_id=partition, fields=data)
-        return batch
+        return with_weights(batch, self.config, tq)
 
     def _compute_metrics(
         self,

@@ -14,25 +14,34 @@ KL_FACTOR = 0.1
 def advantages_in_verl(
     config: Any, rows: dict[str, dict[str, Any]], padding: tuple[str, ...] = (), **keys: Any
 ) -> list[torch.Tensor]:
-    """The advantages of each row, [its tokens]. `rows`: verl's key of a row -> its columns. `padding`: rows that verl
-    has added. `keys`: of verl's section `algorithm`, in addition to those that `config` gives."""
+    """The advantages of each row, [its tokens]. The arguments are those of `columns_in_verl`."""
+    return [row["advantages"] for row in columns_in_verl(config, rows, padding, **keys)]
+
+
+def columns_in_verl(
+    config: Any, rows: dict[str, dict[str, Any]], padding: tuple[str, ...] = (), **keys: Any
+) -> list[dict[str, torch.Tensor]]:
+    """The columns of each row, [its tokens], after verl has computed advantages. `rows`: verl's key of a row -> its
+    columns. `padding`: rows that verl has added. `keys`: of verl's section `algorithm`, in addition to those that
+    `config` gives."""
     from omegaconf import OmegaConf
     from transfer_queue import KVBatchMeta
     from verl.trainer.ppo.core_algos import FixedKLController
     from verl.trainer.ppo.v1 import get_trainer_cls
     from verl_old_log_probs import KeyedStore
 
-    from qarl.verl.config import algorithm_keys
+    from qarl.verl.config import algorithm_keys, objective_keys
 
     resolved = OmegaConf.create(
         {"algorithm": {"gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False}}
     )
     for key, value in {
         **algorithm_keys(config),
+        **objective_keys(config),
         **{f"algorithm.{name}": value for name, value in keys.items()},
     }.items():
-        OmegaConf.update(resolved, key, value)
-    resolved.actor_rollout_ref = {"rollout": {"n": config.rollout.n}}
+        OmegaConf.update(resolved, key.removeprefix("+"), value, force_add=True)
+    OmegaConf.update(resolved, "actor_rollout_ref.rollout.n", config.rollout.n)
     trainer: Any = object.__new__(get_trainer_cls("qarl_sync"))
     trainer.config = resolved
     trainer.kl_ctrl_in_reward = FixedKLController(KL_FACTOR)
@@ -47,4 +56,4 @@ def advantages_in_verl(
         patch.setattr("verl.trainer.ppo.v1.trainer_base.tq", store)
         patch.setattr("qarl.verl.trainer.tq", store)
         trainer._compute_advantage(store.batch, {})
-    return [store.rows[name]["advantages"] for name in names]
+    return [store.rows[name] for name in names]

@@ -25,11 +25,15 @@ pytest.importorskip("verl")
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_correction_and_add_to_batch,
+    compute_rollout_correction_weights,
+)
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import PolicyLossConfig
 
+from qarl.verl import batch_weights
 from qarl.verl import step_measurements as plugin
 from qarl.verl.config_classes import QaRLPolicyLossConfig, QuantFSDPEngineConfig, tbpo_config
 from qarl.verl.loss import MICRO_BATCH, MicroBatch
@@ -223,6 +227,11 @@ def through_verl(
     compute_rollout_correction_and_add_to_batch(batch, algorithm.rollout_correction)
     assert torch.equal(batch.batch["response_mask"] != 0, mask), "verl's trainer rejects nothing"
     weights = batch.batch.get("rollout_is_weights")
+    own = batch_weights.normalised_by_qarl(whole_config(actor, algorithm))
+    if own is not None:
+        assert weights is None, "verl's trainer has computed them"
+        weights = batch_weights.weights_of(nested_rows(), own)["rollout_is_weights"]
+        weights = weights.to_padded_tensor(0.0, (len(mask), mask.shape[1]))
     total, gradient = 0.0, torch.zeros(mask.shape)
     for part in micro_batches:
         actor.global_batch_info.update(
@@ -244,7 +253,7 @@ def test_equals_the_papers_formula(loss: str, correction: str) -> None:
         try:
             config = on_verl(loss, CORRECTIONS[correction], **keys)
         except ConfigError as error:
-            # What contradicts itself is in test_objectives.py, and what verl cannot normalise is below.
+            # What contradicts itself is in test_objectives.py.
             assert "rollout_correction" in str(error)
             return
         expected, gradient = paper_loss(loss, ROWS, resolved_keys(config), CORRECTIONS[correction])
@@ -255,11 +264,75 @@ def test_equals_the_papers_formula(loss: str, correction: str) -> None:
             torch.testing.assert_close(total_gradient.double(), gradient, rtol=5e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", [name for name in CORRECTIONS if name.endswith("normalised")])
-def test_only_verls_own_weights_are_normalised(name: str) -> None:
+NORMALISED = [name for name in CORRECTIONS if name.endswith("normalised")]
+OF_VERL = [name for name in NORMALISED if "geometric" not in name and "clip" not in name]
+
+
+@pytest.mark.parametrize("name", NORMALISED)
+def test_one_trainer_normalises_weights(name: str) -> None:
+    """verl's those that verl has. The loss, which sees a part of a batch, refuses to."""
     correction = CORRECTIONS[name]
-    if correction["rollout_is"] != "geometric" and correction["rollout_is_mode"] != "clip":
-        assert on_verl("grpo", correction).rollout_correction.rollout_is_batch_normalize
-        return
-    with pytest.raises(ConfigError, match="only verl's trainer sees the whole batch"):
-        on_verl("grpo", correction)
+    by_verl = name in OF_VERL
+    actor, algorithm = settings_of(on_verl("grpo", correction))
+    asked = algorithm.rollout_correction
+    assert bool(asked["rollout_is"] and asked["rollout_is_batch_normalize"]) == by_verl
+    assert (batch_weights.normalised_by_qarl(whole_config(actor, algorithm)) is None) == by_verl
+    micro_batch = MicroBatch(ROWS["rollout_log_prob"], len(ROWS["response_mask"]), 10)
+    with pytest.raises(UserError, match="has passed no weights") as refusal:
+        through_loss(actor, slice(None), micro_batch)
+    assert "trainer_mode=qarl_sync" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", OF_VERL)
+def test_weights_on_verls_command_line_are_verls(name: str) -> None:
+    """`policy_loss.correction` alone asks QaRL's trainer, also for weights that verl has: they equal verl's."""
+    correction = CORRECTIONS[name]
+    actor, algorithm = settings_of(on_verl("grpo", correction))
+    bounds = algorithm.rollout_correction["rollout_is_threshold"]
+    algorithm.rollout_correction["rollout_is"] = None
+    own = batch_weights.normalised_by_qarl(whole_config(actor, algorithm))
+    assert own is not None
+    mask = ROWS["response_mask"]
+    expected, _ = compute_rollout_correction_weights(
+        (ROWS["old_log_prob"] - ROWS["rollout_log_prob"]) * mask,
+        mask.float(),
+        rollout_is=correction["rollout_is"],
+        rollout_is_threshold=bounds,
+        rollout_is_batch_normalize=True,
+    )
+    weights = batch_weights.weights_of(nested_rows(), own)["rollout_is_weights"].unbind()
+    for row, tokens in enumerate(weights):
+        assert torch.equal(tokens * mask[row, : len(tokens)], expected[row, : len(tokens)])
+
+
+def whole_config(actor: Any, algorithm: Any) -> Any:
+    """The sections of verl's config that say who computes weights."""
+    correction = dict(algorithm.rollout_correction)
+    return OmegaConf.create(
+        {
+            "actor_rollout_ref": {
+                "actor": {"policy_loss": {"correction": dict(actor.policy_loss.correction)}}
+            },
+            "algorithm": {"rollout_correction": correction},
+        }
+    )
+
+
+def nested_rows() -> TensorDict:
+    """`ROWS` as TransferQueue gives them: each row with its own number of tokens."""
+    names = {
+        "response_mask": "response_mask",
+        "old_log_probs": "old_log_prob",
+        "rollout_log_probs": "rollout_log_prob",
+    }
+    lengths = [
+        max(int(row.nonzero().max()) + 1, 1) if row.any() else 1 for row in ROWS["response_mask"]
+    ]
+    columns = {
+        name: torch.nested.as_nested_tensor(
+            [row[:length] for row, length in zip(ROWS[key], lengths, strict=True)],
+            layout=torch.jagged,
+        )
+        for name, key in names.items()
+    }
+    return TensorDict(columns, batch_size=len(lengths))

@@ -49,8 +49,10 @@ VERL_CONFIGS = sorted(
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("name", VERL_CONFIGS)
 def test_shipped_configs_resolve_against_verls_schema(name, on_cpu):
-    resolved = verl_config(load_config([f"config={name}"]), on_cpu=on_cpu)
-    assert resolved.actor_rollout_ref.actor.policy_loss.loss_mode == "tbpo"
+    config = load_config([f"config={name}"])
+    resolved = verl_config(config, on_cpu=on_cpu)
+    mode = "tbpo" if config.actor.loss == "tbpo" else "qarl"
+    assert resolved.actor_rollout_ref.actor.policy_loss.loss_mode == mode
     assert (
         resolved.actor_rollout_ref.actor.use_kl_loss is False
         and resolved.algorithm.use_kl_in_reward is False

@@ -34,6 +34,7 @@ from qarl.data.scoring import reward_of
 from qarl.errors import UserError
 from qarl.kernels.base import ExpertsShape, Kernel
 from qarl.kernels.registry import Choice, choose_experts_kernel, choose_linear_kernel
+from qarl.lora.start import weights_of
 from qarl.quant.convert import linear_shapes
 from qarl.rollout.turns import Conversations, conversations_of
 from qarl.schemes import get_scheme
@@ -233,8 +234,14 @@ class RunInputs:
             tokenizer=self.tokenizer,
             train=self.train_prompts,
             val=self.val_prompts,
-            weight_files=self.weight_files,
+            weight_files=[*self.weight_files, *self._start_files],
         )
+
+    @property
+    def _start_files(self) -> list[Path]:
+        """The adapter that the run begins from, which is a part of the reference of a KL term."""
+        path = self.config.lora.path
+        return [weights_of(path)] if path and self.weight_files else []
 
     @property
     def read_record(self) -> Callable[[], Record]:

@@ -19,6 +19,7 @@ from qarl.checks.memory_parts import (
     scheme_of,
 )
 from qarl.checks.model_size import ModelSize, Shape
+from qarl.config.lora import engine_rank
 from qarl.config.schema import BATCHED_TOKENS
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def gathered_adapters(size: ModelSize, config: Config) -> int:
     longest = data.max_prompt_length + data.max_response_length
     tokens = max(rollout.max_num_batched_tokens or BATCHED_TOKENS[config.backend], longest)
     each = max((max(6 * k, 2 * n) for n, k in adapted_linears(size, config)), default=0)
-    return tokens * (config.lora.r or 0) * each
+    return tokens * (engine_rank(config.lora.r) if config.lora.r else 0) * each
 
 
 def engine(

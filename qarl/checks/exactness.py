@@ -15,6 +15,7 @@ import torch
 from qarl.align.rotary import head_size_of
 from qarl.checks.layers import meta_model
 from qarl.config import Config
+from qarl.config.lora import engine_rank
 from qarl.kernels.cpu.attention_tiles import longest_exact_prompt
 from qarl.lora.layers import target_linears
 from qarl.process import thread_count
@@ -105,9 +106,9 @@ def exact_prompt(hf_config: Any) -> int:
 
 
 def _of_adapters(config: Config, hf_config: Any) -> str | None:
-    rank = config.lora.r
-    if not rank:
+    if not config.lora.r:
         return None
+    rank = engine_rank(config.lora.r)
     model = meta_model(hf_config, trust_remote_code=config.model.trust_remote_code)
     shapes = target_linears(model, config.lora.target_modules)
     responses = {
@@ -119,6 +120,6 @@ def _of_adapters(config: Config, hf_config: Any) -> str | None:
         return None
     return (
         f"quant.align={config.quant.align} may not be exact for the last {max(responses.values())} responses of a "
-        f"batch: vLLM may sum their small products of adapters (lora.r={rank}) in another order, in "
+        f"batch: vLLM may sum their small products of adapters (lora.r={config.lora.r}) in another order, in "
         f"{', '.join(sorted(responses))}"
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from qarl.checks.model_size import ModelSize, Shape
 from qarl.config.ignored_layers import is_ignored
-from qarl.config.lora import ALL_LINEAR
+from qarl.config.lora import is_target
 from qarl.schemes import Scheme, get_scheme
 
 if TYPE_CHECKING:
@@ -44,9 +44,11 @@ def adapted_linears(size: ModelSize, config: Config) -> list[Shape]:
     linears = size.linears()
     targets = config.lora.target_modules
     of_experts = {name.rpartition(".")[2] for name in linears if ".experts." in name}
-    leaves = {name.rpartition(".")[2] for name in linears} - of_experts
-    chosen = leaves if ALL_LINEAR in targets else leaves & set(targets)
-    return [shape for name, shape in linears.items() if name.rpartition(".")[2] in chosen]
+    return [
+        shape
+        for name, shape in linears.items()
+        if name.rpartition(".")[2] not in of_experts and is_target(name, targets)
+    ]
 
 
 def adapter_parameters(size: ModelSize, config: Config) -> int:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from qarl.config import response_checks, staleness_checks
+from qarl.config.adapter_start import start_of
 from qarl.config.errors import Problem, bad, items
 from qarl.config.ignored_layers import is_ignored
 from qarl.config.level import Level
@@ -324,6 +325,19 @@ def bf16_masters_are_rounded(v: Values) -> Problems:
         yield bad(v, key, reason, "set it to fp32, or choose another optim.name")
 
 
+def the_start_is_as_the_config_says(v: Values) -> Problems:
+    """An adapter to begin from has a rank, an alpha and linears of its own."""
+    path = v["lora.path"]
+    if not path:
+        return
+    start = start_of(path)
+    found = {"r": start.r, "alpha": start.alpha, "target_modules": list(start.targets)}
+    for key, value in found.items():
+        if v[f"lora.{key}"] != value:
+            reason = f"the adapter in {path} has {key}={value}"
+            yield bad(v, f"lora.{key}", reason, f"remove lora.{key}, or lora.path")
+
+
 def adapters_are_served(v: Values) -> Problems:
     """Adapters need an engine without tensor parallelism, and a quantized base that the trainer multiplies by, too."""
     rank = v["lora.r"]
@@ -384,6 +398,7 @@ _CHECKS: tuple[Callable[[Values], Problems], ...] = (
     the_schedule_fits_the_run,
     fp16_is_unquantized,
     bf16_masters_are_rounded,
+    the_start_is_as_the_config_says,
     adapters_are_served,
     *response_checks.CHECKS,
     *staleness_checks.CHECKS,

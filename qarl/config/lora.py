@@ -1,15 +1,21 @@
-"""The section `lora` of the config: adapters on a frozen base."""
+"""The section `lora` of the config: adapters on a frozen base.
+
+`path` names an adapter of peft's to begin from. Its adapter_config.json fills `r`, `alpha` and `target_modules`
+(`qarl.config.adapter_start`), so that the whole config of the run is known before any work.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from qarl.config.types import Section, Text, as_list
+from qarl.config.adapter_start import CONFIG_FILE as CONFIG_FILE
+from qarl.config.adapter_start import start_of
+from qarl.config.types import PathText, Section, Text, as_list
 
 ALL_LINEAR = "all-linear"
 _ADAPTER_ONLY = "the engine adds only the product of A and B to the output of a linear"
@@ -28,12 +34,40 @@ REFUSED = {
 """Settings of peft's LoraConfig that QaRL refuses, and why."""
 FOLDER = "adapter"
 """The folder of the adapter in an export."""
-CONFIG_FILE = "adapter_config.json"
-"""peft's name for the file of an adapter's settings."""
-Rank = Literal[0, 1, 8, 16, 32, 64, 128, 256, 320, 512]
-"""vLLM's ranks, and 0 for no adapters."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""vLLM's ranks (`MaxLoRARanks` in vllm/config/lora.py)."""
 PEFT_NAMES = {"lora_dropout": "dropout", "lora_bias": "bias", "lora_alpha": "alpha", "rank": "r"}
 """Other names of keys, most of them peft's, and QaRL's."""
+_NOT_CHOSEN = (None, ALL_LINEAR, [ALL_LINEAR])
+"""Values of keys that leave the choice to the adapter of `path`."""
+_NAME = re.compile(r"\w+([.]\w+)*")
+
+
+def engine_rank(rank: int) -> int:
+    """Return the rank with which the engine computes an adapter of `rank`: the next one that vLLM has."""
+    return next(known for known in RANKS if known >= rank)
+
+
+def is_pattern(target: str) -> bool:
+    """Return whether an entry of `lora.target_modules` is a regular expression."""
+    return target != ALL_LINEAR and _NAME.fullmatch(target) is None
+
+
+def chooses_by_name(targets: Sequence[str]) -> bool:
+    """Return whether `targets` choose linears by more than the last parts of their names."""
+    return any("." in entry or is_pattern(entry) for entry in targets)
+
+
+def is_target(name: str, targets: Sequence[str]) -> bool:
+    """Return whether `targets` choose the linear `name`, as in peft 0.21.2 (`check_target_module_exists`): an entry is
+    the name or its last parts, and a regular expression must match the whole name."""
+    return any(
+        entry == ALL_LINEAR
+        or name == entry
+        or name.endswith(f".{entry}")
+        or (is_pattern(entry) and re.fullmatch(entry, name) is not None)
+        for entry in targets
+    )
 
 
 class LoraConfig(Section):
@@ -41,8 +75,13 @@ class LoraConfig(Section):
 
     docs/do/lora.md has the gain in memory and bytes, and the learning rate."""
 
-    r: Rank | None = 0
-    """Rank of the adapters, one of vLLM's. 0 or null: no adapters, all weights are trained."""
+    path: PathText | None = None
+    """Folder of an adapter that peft has saved (adapter_config.json, adapter_model.safetensors), to begin from. It sets
+    r, alpha and target_modules. A resumed run goes on from its checkpoint instead."""
+
+    r: Annotated[int, Field(ge=0)] | None = 0
+    """Rank of the adapters, at most 512. 0 or null: no adapters, all weights are trained. vLLM has 1, 8, 16, 32, 64,
+    128, 256, 320 and 512, and computes any other one as the next of these, with zeros."""
 
     alpha: int | None = Field(default=None, ge=1)
     """The product of A and B is multiplied by alpha / r, which must be a power of two, so that the engine's product
@@ -51,8 +90,9 @@ class LoraConfig(Section):
     target_modules: Annotated[list[Text], BeforeValidator(as_list), Field(min_length=1)] = [
         ALL_LINEAR
     ]
-    """Linears that get an adapter, by the last part of their name, such as [q_proj, v_proj]. `all-linear`: all but
-    lm_head, routers and experts. In a mixture of experts these are mostly those of attention."""
+    """Linears that get an adapter, as in peft: the last parts of their names, such as [q_proj, self_attn.v_proj], or
+    one regular expression for whole names, such as `.*layers[.][0-3][.].*proj`. `all-linear`: all but lm_head, routers
+    and experts. In a mixture of experts these are mostly those of attention."""
 
     @model_validator(mode="before")
     @classmethod
@@ -71,32 +111,67 @@ class LoraConfig(Section):
                 )
         return values
 
-    @field_validator("r", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _rank_of_vllm(cls, rank: Any) -> Any:
-        ranks = [known for known in get_args(Rank) if known]
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1 or rank in ranks:
+    def _begin_from_path(cls, values: Any) -> Any:
+        """Fill `r`, `alpha` and `target_modules` from the adapter of `path`. Checks compare what is given."""
+        path = values.get("path") if isinstance(values, Mapping) else None
+        if not isinstance(path, str) or not path:
+            return values
+        try:
+            start = start_of(path)
+        except PydanticCustomError:  # that of the field
+            return values
+        found = {"r": start.r, "alpha": start.alpha, "target_modules": list(start.targets)}
+        given = {key: value for key, value in values.items() if value not in _NOT_CHOSEN}
+        return {**found, **given}
+
+    @field_validator("path")
+    @classmethod
+    def _holds_an_adapter(cls, path: str | None) -> str | None:
+        if path is not None:
+            start_of(path)
+        return path
+
+    @field_validator("r")
+    @classmethod
+    def _rank_of_vllm(cls, rank: int | None) -> int | None:
+        if (rank or 0) <= RANKS[-1]:
             return rank
-        larger = [known for known in ranks if known > rank]
-        fix = f"use {larger[0]}, the next larger one" if larger else f"use {ranks[-1]}, the largest"
-        reason = f"vLLM serves adapters only of the ranks {', '.join(map(str, ranks))}"
-        raise PydanticCustomError("rank", "{reason}", {"reason": reason, "fix": fix})
+        reason = f"vLLM serves adapters of at most rank {RANKS[-1]}"
+        raise PydanticCustomError(
+            "rank", "{reason}", {"reason": reason, "fix": f"use {RANKS[-1]} or less"}
+        )
 
     @field_validator("target_modules")
     @classmethod
-    def _names_and_no_patterns(cls, targets: list[str]) -> list[str]:
-        for target in targets:
-            if target == ALL_LINEAR or re.fullmatch(r"\w+", target):
-                continue
-            reason = (
-                f"{target} is no name: linears are chosen by the last part of their names, "
-                "without dots or patterns"
-            )
-            fix = f"list the names, such as [q_proj, v_proj], or write {ALL_LINEAR}"
-            raise PydanticCustomError("target", "{reason}", {"reason": reason, "fix": fix})
+    def _names_or_one_pattern(cls, targets: list[str]) -> list[str]:
+        for target in filter(is_pattern, targets):
+            if why := _no_good_pattern(target, alone=len(targets) == 1):
+                fix = (
+                    f"list names, such as [q_proj, v_proj], or write {ALL_LINEAR} or one expression"
+                )
+                raise PydanticCustomError(
+                    "target", "{reason}", {"reason": f"{target} is no target: {why}", "fix": fix}
+                )
         return targets
 
     @property
     def factor(self) -> float:
         """alpha / r, by which the product of A and B is multiplied."""
         return (self.alpha or self.r or 1) / (self.r or 1)
+
+
+def _no_good_pattern(target: str, *, alone: bool) -> str | None:
+    """Return why `target` cannot be a regular expression, or None if it can."""
+    if re.fullmatch(r"[\w., ]+", target) and "," in target:
+        return "several names are a list"
+    if target.startswith("re:"):
+        return "peft's expressions have no prefix"
+    if not alone:
+        return "a regular expression stands alone, and not in a list"
+    try:
+        re.compile(target)
+    except re.error as error:
+        return f"it is not a regular expression: {error}"
+    return None

@@ -253,7 +253,7 @@ def engine_of(
     scheme = from_quantization_config(quantization) if quantization else UNQUANTIZED
     more: dict[str, Any] = {}
     if adapter is not None:
-        more["adapters"] = AdapterSpec(adapter.r, adapter.targets)
+        more["adapters"] = AdapterSpec.of(adapter)
     if (config := settings.config) is not None:
         more |= {
             "max_num_seqs": config.rollout.max_num_seqs or DEFAULT_SEQUENCES,

@@ -9,15 +9,16 @@ The format is written here, so that neither a run nor an export needs peft. A te
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qarl.config.lora import CONFIG_FILE, FOLDER
+from qarl.config.lora import CONFIG_FILE, FOLDER, chooses_by_name, engine_rank
 from qarl.errors import UserError
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -38,11 +39,12 @@ PLAIN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """`targets`: the last parts of the names of the linears with an adapter. `base`: name of the base model. `tensors`:
-    A and B by peft's names, BF16."""
+    """`targets`: peft's target_modules: the last parts of the names of the linears with an adapter, or if others have
+    the same last part, the whole names. `base`: name of the base model. `tensors`: A [r, K] and B [N, r] by peft's
+    names, BF16."""
 
     r: int
-    alpha: int
+    alpha: float
     targets: tuple[str, ...]
     base: str
     tensors: Mapping[str, Tensor]
@@ -56,6 +58,12 @@ class Adapter:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def padded(self) -> Adapter:
+        """Return the adapter with the engine's rank: A has more rows and B more columns, of zeros. The factor stays."""
+        rank = engine_rank(self.r)
+        tensors = {name: with_rank(name, tensor, rank) for name, tensor in self.tensors.items()}
+        return replace(self, r=rank, alpha=self.factor * rank, tensors=tensors)
+
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return (A, B) by the name of their linear. Raise KeyError if an A has no B."""
         pairs = {}
@@ -64,6 +72,26 @@ class Adapter:
             b = self.tensors[f"{PREFIX}{name}{B}"]
             pairs[name] = (a, b)
         return pairs
+
+
+def with_rank(name: str, tensor: Tensor, rank: int) -> Tensor:
+    """Return A [r, K] or B [N, r], whose name is `name`, with zeros up to `rank`, or itself if it has that rank."""
+    is_a = name.endswith(A)
+    missing = rank - tensor.shape[0 if is_a else 1]
+    if not missing:
+        return tensor
+    return F.pad(tensor, (0, 0, 0, missing) if is_a else (0, missing))
+
+
+def adapted_leaves(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the last parts of the `names` of linears, sorted, each once."""
+    return tuple(sorted({name.rpartition(".")[2] for name in names}))
+
+
+def peft_targets(names: Iterable[str], targets: Sequence[str]) -> tuple[str, ...]:
+    """Return what `Adapter.targets` says, sorted. `names`: those of the linears with an adapter. `targets`: a value of
+    `lora.target_modules`."""
+    return tuple(sorted(names)) if chooses_by_name(targets) else adapted_leaves(names)
 
 
 def _linears(tensors: Iterable[str]) -> list[str]:
@@ -87,11 +115,13 @@ def read_adapter(folder: Path) -> Adapter:
             fix="use an adapter that QaRL has trained",
         )
     tensors = load_file(folder / WEIGHTS_FILE)
-    leaves = {name.rpartition(".")[2] for name in _linears(tensors)}
+    targets = config["target_modules"]
+    if isinstance(targets, str):
+        targets = peft_targets(_linears(tensors), [targets])
     return Adapter(
         r=config["r"],
         alpha=config["lora_alpha"],
-        targets=tuple(sorted(leaves)),
+        targets=tuple(sorted(targets)),
         base=config["base_model_name_or_path"],
         tensors=tensors,
     )
@@ -117,7 +147,7 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": adapter.base,
         "r": adapter.r,
-        "lora_alpha": adapter.alpha,
+        "lora_alpha": int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha,
         "target_modules": list(adapter.targets),
         "lora_dropout": 0.0,
         "inference_mode": True,

@@ -19,6 +19,9 @@ On a GPU vLLM multiplies with Triton kernels (`vllm/lora/ops/triton_ops`), which
 they sum x Aᵀ in FP32 with atomics, in an order that changes from call to call. So no δ is promised there, and equal
 seeds need not give equal responses.
 
+vLLM has some ranks only (`qarl.config.lora.RANKS`), and computes any other with A and B that have zeros up to the next
+one. The forward multiplies by the same padded A and B, so that both sums have the same length and order.
+
 To give a linear an adapter, its class is replaced by a subclass with the same name, as in `qarl.align.cpu`. So names of
 modules, hooks and checkpoints of the base do not change, and `lora_A` and `lora_B` are not in its state dict.
 """
@@ -26,7 +29,7 @@ modules, hooks and checkpoints of the base do not change, and `lora_A` and `lora
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import repeat
 from typing import Any, cast
@@ -35,10 +38,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qarl.config.lora import ALL_LINEAR, LoraConfig
+from qarl.config.lora import ALL_LINEAR, LoraConfig, engine_rank, is_pattern, is_target
 from qarl.errors import UserError
 from qarl.kernels.base import is_gpu
-from qarl.lora.adapter import PREFIX, A, Adapter, B
+from qarl.lora.adapter import PREFIX, A, Adapter, B, adapted_leaves, peft_targets, with_rank
+from qarl.lora.start import start_tensors
 from qarl.quant.convert import ROUTERS, linear_shapes
 from qarl.quant.linear import QuantLayer, shared
 
@@ -90,10 +94,11 @@ class _Adapter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
         product = F.linear if is_gpu(x.device) else _row_by_row
-        shrunk = product(x.float(), a.float()).to(x.dtype)
-        ctx.save_for_backward(x, a, b, shrunk)
+        rank = engine_rank(len(a))
+        shrunk = product(x.float(), with_rank(A, a, rank).float()).to(x.dtype)
+        ctx.save_for_backward(x, a, b, shrunk[:, : len(a)])
         ctx.factor = factor
-        return expand(shrunk, b * factor).add_(y)
+        return expand(shrunk, with_rank(B, b * factor, rank)).add_(y)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -146,36 +151,58 @@ def target_linears(model: nn.Module, targets: Sequence[str]) -> Shapes:
 
     Raise UserError if an entry matches no linear, or one that vLLM cannot serve an adapter for."""
     shapes = linear_shapes(model)
-    routers = {name for name in shapes if name.endswith(ROUTERS)}
-    of_experts = {_leaf(name) for name in shapes if ".experts." in name}
-    adaptable = {}
-    for name, shape in shapes.items():
-        frozen = name == "lm_head" or name in routers or _leaf(name) in of_experts
-        if not frozen:
-            adaptable[name] = shape
-    known = sorted({_leaf(name) for name in adaptable})
+    frozen = _frozen(shapes)
+    adaptable = {name: shape for name, shape in shapes.items() if name not in frozen}
+    known = adapted_leaves(adaptable)
     for entry in targets:
-        if entry in (ALL_LINEAR, *known):
+        if entry == ALL_LINEAR:
             continue
-        why = f"no linear of this model has the name {entry}, so the adapter would train nothing"
-        if entry in of_experts or entry == "experts":
-            why = "vLLM's kernels for low-bit experts take no adapters; their weights stay frozen"
-        elif any(name.endswith(entry) for name in routers):
-            why = "it routes tokens, and trainer and engine must choose the same experts"
-        elif "." in entry:
-            why = "linears are chosen by the last part of their names, which has no dot"
-        fix = f"choose from {', '.join(known)}, or write {ALL_LINEAR}"
-        raise UserError(
-            f"{entry} cannot have an adapter", where="lora.target_modules", why=why, fix=fix
-        )
-    if ALL_LINEAR in targets:
-        return adaptable
-    return {name: shape for name, shape in adaptable.items() if _leaf(name) in targets}
+        if why := _why_not(entry, model, adaptable, frozen):
+            fix = f"choose from {', '.join(known)}, or write {ALL_LINEAR}"
+            raise UserError(
+                f"{entry} cannot have an adapter", where="lora.target_modules", why=why, fix=fix
+            )
+    return {name: shape for name, shape in adaptable.items() if is_target(name, targets)}
 
 
-def adapted_leaves(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the last parts of the `names` of linears, sorted, each once."""
-    return tuple(sorted({_leaf(name) for name in names}))
+def _frozen(shapes: Shapes) -> dict[str, str]:
+    """Return the linears that cannot have an adapter, with the reasons."""
+    of_experts = {_leaf(name) for name in shapes if ".experts." in name}
+    frozen = {}
+    for name in shapes:
+        if name == "lm_head":
+            frozen[name] = "vLLM leaves adapters of lm_head out of some log-probs (vllm#51594)"
+        elif name.endswith(ROUTERS):
+            frozen[name] = "it routes tokens, and trainer and engine must choose the same experts"
+        elif _leaf(name) in of_experts:
+            frozen[name] = (
+                "vLLM's kernels for low-bit experts take no adapters; their weights stay frozen"
+            )
+    return frozen
+
+
+def _why_not(
+    entry: str, model: nn.Module, adaptable: Shapes, frozen: Mapping[str, str]
+) -> str | None:
+    """Return why the `entry` of `lora.target_modules` chooses nothing, or something that cannot have an adapter."""
+    if refused := [name for name in frozen if is_target(name, [entry])]:
+        return f"{refused[0]}: {frozen[refused[0]]}"
+    if entry == "experts":
+        return "vLLM's kernels for low-bit experts take no adapters; their weights stay frozen"
+    if is_pattern(entry):
+        others = [
+            name
+            for name, _ in model.named_modules()
+            if name and name not in adaptable and is_target(name, [entry])
+        ]
+        if others:
+            return f"the expression also matches {others[0]}, which is no linear, and peft refuses that"
+    if any(is_target(name, [entry]) for name in adaptable):
+        return None
+    example = next(iter(adaptable), "model.layers.0.self_attn.q_proj")
+    if is_pattern(entry):
+        return f"an expression must match a whole name, such as {example}, and it matches none"
+    return f"no linear of this model has the name {entry}, so the adapter would train nothing"
 
 
 def _leaf(name: str) -> str:
@@ -185,7 +212,7 @@ def _leaf(name: str) -> str:
 class Adapters:
     """The adapters of a model, which are all that is trained. Everything else is frozen, and quantized once.
 
-    `layers`: the linears with an adapter, by name."""
+    `layers`: the linears with an adapter, by name. `targets`: as in `Adapter`."""
 
     def __init__(
         self,
@@ -200,9 +227,10 @@ class Adapters:
         """Freeze `model`, which is quantized and aligned, and give its linears adapters, in place. It is moved to
         `device`, layer by layer, so that its BF16 weights are never there together.
 
-        A is random as in peft: Kaiming-uniform with a = sqrt(5), from `seed` alone. B is zero. `base`: the name of the
-        base model, for adapter_config.json. `dtype`: that of the parameters A and B. FP32 ones start at the same BF16
-        numbers, and something else rounds them for the forward."""
+        A is random as in peft: Kaiming-uniform with a = sqrt(5), from `seed` alone, and B is zero, unless the config
+        names an adapter to begin from. `base`: the name of the base model, for adapter_config.json. `dtype`: that of
+        the parameters A and B. FP32 ones start at the same BF16 numbers, and something else rounds them for the
+        forward."""
         assert config.r
         self.model = model
         self.rank = config.r
@@ -215,17 +243,21 @@ class Adapters:
                 self._move(module, device)
                 module.freeze()
         self._move(model, device)
-        generator = torch.Generator().manual_seed(seed)
         self.layers: dict[str, AdaptedLinear] = {}
-        for name, (rows, columns) in target_linears(model, config.target_modules).items():
+        chosen = target_linears(model, config.target_modules)
+        self.targets = peft_targets(chosen, config.target_modules)
+        begun = start_tensors(config.path, chosen) if config.path else {}
+        self.begun = config.path
+        generator = torch.Generator().manual_seed(seed)
+        for name, (rows, columns) in chosen.items():
             layer: Any = model.get_submodule(name)
             layer.__class__ = cast(Any, adapted_class)(type(layer))
             bound = 1 / math.sqrt(columns)
             start = torch.empty(self.rank, columns).uniform_(-bound, bound, generator=generator)
             where = device if is_gpu(device) else None
-            layer.lora_A = nn.Parameter(start.bfloat16().to(where, dtype))
-            zeros = torch.zeros(rows, self.rank, dtype=dtype, device=where)
-            layer.lora_B = nn.Parameter(zeros)
+            a, b = begun.get(name) or (start.bfloat16(), torch.zeros(rows, self.rank))
+            layer.lora_A = nn.Parameter(a.to(where, dtype))
+            layer.lora_B = nn.Parameter(b.to(where, dtype))
             layer.lora_factor = config.factor
             self.layers[name] = layer
 
@@ -245,11 +277,6 @@ class Adapters:
             if not parameter.requires_grad and not parameter.is_meta:
                 parameter.data = shared(name, parameter.data, storage.get(name))
 
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """The last parts of the names of the linears with an adapter, sorted."""
-        return adapted_leaves(self.layers)
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of all adapters (not copies) by peft's names, in their own dtype."""
         named: dict[str, Tensor] = {}
@@ -267,4 +294,5 @@ class Adapters:
 
     def __str__(self) -> str:
         trained = sum(tensor.numel() for tensor in self.tensors().values())
-        return f"lora: r={self.rank}, {len(self.layers)} linears have adapters, {trained:,} weights are trained"
+        begun = f", begun from {self.begun}" if self.begun else ""
+        return f"lora: r={self.rank}, {len(self.layers)} linears have adapters, {trained:,} weights are trained{begun}"

@@ -363,6 +363,7 @@ class RolloutEngine:
                 "its base has not been published", "call publish with the tensors of the base first"
             )
         version = checked_version(version)
+        adapter = adapter.padded()
         self.wake_up()
         target = self.adapter
         if not target.proved and self.config.max_model_len > len(PROBE):

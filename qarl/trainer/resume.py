@@ -70,6 +70,7 @@ _FREE = {"name", "output_dir", "dry_run", "plugins"} | _keys(
     reward="timeout_s workers check_ground_truths",
     multi_turn="timeout_s workers",
     model="trust_remote_code",
+    lora="path",
 )
 """Keys that a resume may change without a note. They only set the length and the output of the run, or error messages
 of a run tell the user to change them."""

@@ -25,16 +25,31 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-def lora_section(peft_config: Any, model: Any) -> dict[str, Any]:
+def base_and_section(model: Any, peft_config: Any, folder: str) -> tuple[Any, dict[str, Any]]:
+    """Return the base of `model`, and the section `lora` of QaRL's config. A model that peft has given an adapter is
+    TRL's own way to begin from one, which is written to `folder`.
+
+    Raise UserError if there is more than one, if `peft_config` asks for another, or for the reasons of
+    `lora_section`."""
+    wrapped: Mapping[str, Any] | None = getattr(model, "peft_config", None)
+    if not wrapped:
+        return model, lora_section(peft_config)
+    names = ", ".join(wrapped)
+    if peft_config is not None or len(wrapped) != 1 or not hasattr(model, "unload"):
+        raise UserError(
+            f"the model has adapters of peft already: {names}",
+            where="model",
+            why="the run begins from one adapter, and trains that",
+            fix="pass a PeftModel with one adapter and no peft_config, or the base and peft_config=LoraConfig(...)",
+        )
+    model.save_pretrained(folder)
+    return model.unload(), {"path": folder}
+
+
+def lora_section(peft_config: Any) -> dict[str, Any]:
     """Return the section `lora` of QaRL's config that `peft_config` describes: {} for None.
 
-    Raise UserError if it is no LoraConfig, if a field is set that QaRL does not support, or if `model` has adapters."""
-    if getattr(model, "peft_config", None):
-        what = "the model has adapters of peft already"
-        why = "their arithmetic is not the engine's"
-        raise UserError(
-            what, where="model", why=why, fix="pass the base model, and peft_config=LoraConfig(...)"
-        )
+    Raise UserError if it is no LoraConfig, or if a field is set that QaRL does not support."""
     if peft_config is None:
         return {}
     from peft import LoraConfig, TaskType
@@ -54,9 +69,9 @@ def lora_section(peft_config: Any, model: Any) -> dict[str, Any]:
             fix="set r to a rank such as 8, or leave peft_config out",
         )
     targets = peft_config.target_modules
-    if not targets or (isinstance(targets, str) and targets != ALL_LINEAR):
-        why = "it chooses linears by the last part of their name; peft's own default depends on the model's family"
-        fix = f'set it to "{ALL_LINEAR}", or to a list such as ["q_proj", "v_proj"]'
+    if not targets:
+        why = "peft's own default depends on the model's family"
+        fix = f'set it to "{ALL_LINEAR}", to a list such as ["q_proj", "v_proj"], or to a regular expression'
         raise UserError(
             f"target_modules={targets!r}", where="peft_config.target_modules", why=why, fix=fix
         )

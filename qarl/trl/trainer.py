@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from qarl.tbpo import TBPOConfig, tbpo_loss
 from qarl.tbpo.reading import read
 from qarl.trainer.policy import Policy
 from qarl.trainer.prepare import engine_config
-from qarl.trl.adapters import ignore_frozen, load_adapter, lora_section
+from qarl.trl.adapters import base_and_section, ignore_frozen, load_adapter
 from qarl.trl.advantages import equal_responses
 from qarl.trl.arguments import columns_of
 from qarl.trl.checks import (
@@ -99,7 +100,8 @@ class QaRLTrainer(GRPOTrainer):
         given = Given.of(environment, arguments)
         check_given(given, args, train_dataset)
         check_reward_source(reward_funcs, given, columns_of(train_dataset))
-        lora = lora_section(arguments.pop("peft_config", None), model)
+        start = TemporaryDirectory()
+        model, lora = base_and_section(model, arguments.pop("peft_config", None), start.name)
         if lora:
             check_adapter_args(args)
         folder = model_folder(model)
@@ -121,10 +123,12 @@ class QaRLTrainer(GRPOTrainer):
         check_room(args, self.run, inputs)
         functions = checked_functions(reward_funcs, args, tokenizer)
         self.policy = load_policy(model, self.run)
+        start.cleanup()
         if self.policy.adapters is not None:
             ignore_frozen(self.policy.model)
         read = inputs_of(inputs.hf_config, tokenizer, folder, reward_funcs, given)
-        self._settings = settings_of(args, self.policy, lora, read)
+        adapter = self.run.lora.model_dump(exclude={"path"})
+        self._settings = settings_of(args, self.policy, adapter, read)
         self.reference: Policy | None = None
         self.tbpo = TBPOConfig.of(args)
         self._spans: list[list[Span]] | None = None

@@ -24,7 +24,9 @@ from verl.utils.device import get_device_name
 from qarl.checkpoint.read_weights import BASE_FILE
 from qarl.checkpoint.resumable import tensor_digest
 from qarl.checkpoint.storage import write_json
+from qarl.config.lora import engine_rank
 from qarl.errors import UserError
+from qarl.lora.adapter import with_rank
 from qarl.lora.layers import Adapters
 from qarl.quant.fsdp import gathered
 from qarl.quant.linear import QuantLayer
@@ -94,7 +96,9 @@ class ActorAdapters(Adapters):
 
     def stream(self, version: int, *, with_base: bool) -> Generator[NamedTensor]:
         """Return the publish of the adapter, after its base if `with_base`. All ranks must read it together."""
-        settings = {"r": self.rank, "alpha": self.alpha, "targets": self.targets, "base": self.base}
+        rank = engine_rank(self.rank)
+        alpha = rank * self.alpha / self.rank
+        settings = {"r": rank, "alpha": alpha, "targets": self.targets, "base": self.base}
         device = torch.device(get_device_name())
         common: dict[str, Any] = {"version": version, "run": run_identity()}
         streams = []
@@ -102,7 +106,7 @@ class ActorAdapters(Adapters):
             base = ((name, gathered(tensor, device)) for name, tensor in self._base(stacks=True))
             streams.append(encode_publish(base, **common))
         rounded = (
-            (name, gathered(tensor, device, torch.bfloat16))
+            (name, with_rank(name, gathered(tensor, device, torch.bfloat16), rank))
             for name, tensor in self.tensors().items()
         )
         streams.append(encode_publish(rounded, adapter=settings, **common))

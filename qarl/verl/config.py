@@ -22,7 +22,8 @@ from qarl.config.objectives import get_objective
 from qarl.config.optimizers import get_optimizer
 from qarl.config.schema import BATCHED_TOKENS, sections
 from qarl.errors import UserError
-from qarl.lora.layers import adapted_leaves, target_linears
+from qarl.lora.adapter import adapted_leaves
+from qarl.lora.layers import target_linears
 from qarl.objectives import verl_functions
 from qarl.objectives.settings import SAME_IN_VERL, objective_settings
 from qarl.quant.meta_model import meta_model
@@ -60,7 +61,10 @@ def fsdp_engine_settings(config: Config) -> Keys:
     """Return the settings of `_ENGINE`, for `actor_rollout_ref.actor.fsdp_config.quant`."""
     values = config.model_dump()
     settings = {name: values[section][name] for name, section in _ENGINE.items()}
-    return settings | {"enforce_eager": bool(config.rollout.enforce_eager), "lora": values["lora"]}
+    lora = values["lora"]
+    if lora["path"]:  # Ray's workers start in other folders
+        lora |= {"path": str(Path(lora["path"]).resolve())}
+    return settings | {"enforce_eager": bool(config.rollout.enforce_eager), "lora": lora}
 
 
 def verl_keys(config: Config, on_cpu: bool) -> Keys:
@@ -308,15 +312,12 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
             max_num_seqs=sequences,
             kernels=config.quant.kernels,
         )
-    keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in arguments.items()}
     if config.lora.r and (hf_config := hf_config_of(config)) is not None:
         model = meta_model(hf_config, trust_remote_code=config.model.trust_remote_code)
-        spec = AdapterSpec(
-            config.lora.r, adapted_leaves(target_linears(model, config.lora.target_modules))
-        )
-        keys |= {
-            f"+{root}.engine_kwargs.vllm.{name}": value for name, value in spec.arguments().items()
-        }
+        targets = config.lora.target_modules
+        leaves = adapted_leaves(target_linears(model, targets))
+        arguments = AdapterSpec(config.lora.r, leaves, tuple(targets)).added_to(arguments)
+    keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in arguments.items()}
     overrides: dict[str, Any] = dict(FP32_HEAD) if config.model.head_dtype == "fp32" else {}
     if scheme.quantized:
         overrides["quantization_config"] = scheme.quantization_config(list(config.quant.ignore))

@@ -10,7 +10,9 @@ from typing import Any
 
 from verl.utils.device import get_device_name
 
+from qarl.config.lora import chooses_by_name, engine_rank
 from qarl.errors import UserError
+from qarl.rollout.adapter_spec import TARGETS_KEY
 from qarl.rollout.kernel_request import REQUEST_KEY, kernel_request
 from qarl.rollout.vllm_plugin import experts_of
 from qarl.schemes import Scheme, get_scheme
@@ -194,14 +196,14 @@ def _other_settings(composed: Any, quant: QuantSettings) -> Iterator[Conflict]:
         "head_dtype": quant.head_dtype,
         "tensor_model_parallel_size": quant.tensor_model_parallel_size,
         "enforce_eager": quant.enforce_eager,
-        "lora.r": quant.lora.r or 0,
+        "lora.r": engine_rank(quant.lora.r) if quant.lora.r else 0,
     }
     why = f"{ROLLOUT} makes it that in the engine, and the actor computes as the engine only if both are equal"
     for name, value in of_engine.items():
         if of_actor[name] != value:
             yield Conflict(f"{QUANT}.{name}", of_actor[name], value, why)
     if quant.lora.r:
-        yield from _adapted_rollout(rollout, vllm)
+        yield from _adapted_rollout(rollout, vllm, quant)
     receiver = str(OmegaConf.select(composed, RECEIVER) or "verl.")
     if receiver.startswith("verl."):
         yield Conflict(
@@ -212,8 +214,19 @@ def _other_settings(composed: Any, quant: QuantSettings) -> Iterator[Conflict]:
         )
 
 
-def _adapted_rollout(rollout: Any, vllm: Mapping[str, Any]) -> Iterator[Conflict]:
+def _adapted_rollout(
+    rollout: Any, vllm: Mapping[str, Any], quant: QuantSettings
+) -> Iterator[Conflict]:
     """Yield settings of a rollout that would not get, or not use, the adapters."""
+    targets = tuple(quant.lora.target_modules)
+    told = as_dict(vllm.get("additional_config")).get(TARGETS_KEY) or []
+    if chooses_by_name(targets) and tuple(map(str, told)) != targets:
+        yield Conflict(
+            key=f"+{VLLM}.additional_config.{TARGETS_KEY}",
+            value=list(told) or None,
+            good=f"[{','.join(targets)}]",
+            why="vLLM knows linears with adapters only by the last parts of their names",
+        )
     adapts = "the engine gets an adapter, which is compared with the layers of its one worker"
     enabled = vllm.get("enable_lora", False)
     if not enabled:

@@ -24,7 +24,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from qarl.errors import UserError
 from qarl.process import allow_matrix_tiles
-from qarl.rollout.adapter_spec import AdapterSpec, servable, use_vllms_loader
+from qarl.rollout.adapter_spec import servable, spec_of_worker, use_vllms_loader
 from qarl.rollout.chosen_kernel import own_kernels
 from qarl.rollout.kernel_request import request_of
 from qarl.rollout.publish.adapters import EngineAdapter
@@ -125,12 +125,7 @@ def _serve_adapters(vllm_config: Any) -> None:
     use_vllms_loader()  # verl's extension has replaced it by one that calls a method that vLLM no longer has
     quantization = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
     scheme = from_quantization_config(quantization) if quantization else UNQUANTIZED
-    _contexts.enter_context(servable(_adapter_spec(vllm_config.lora_config), scheme))
-
-
-def _adapter_spec(lora_config: Any) -> AdapterSpec:
-    """`lora_config`: vLLM's."""
-    return AdapterSpec(lora_config.max_lora_rank, tuple(lora_config.target_modules or ()))
+    _contexts.enter_context(servable(spec_of_worker(vllm_config), scheme))
 
 
 def make_receiver(worker: Any, run: str) -> StreamReceiver:
@@ -146,7 +141,7 @@ def make_receiver(worker: Any, run: str) -> StreamReceiver:
     weights = EngineWeights.of_runner(runner, expected)
     adapter = None
     if runner.vllm_config.lora_config is not None:
-        spec = _adapter_spec(runner.vllm_config.lora_config)
+        spec = spec_of_worker(runner.vllm_config)
         adapter = EngineAdapter(worker, runner.get_model(), spec)
     # A bucket is a view of a buffer that the next bucket overwrites.
     check_begin = partial(refuse_other_run, run=run)

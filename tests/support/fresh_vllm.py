@@ -29,7 +29,8 @@ for line in sys.stdin:
     if adapter:
         from vllm.lora.request import LoRARequest
         targets = json.load(open(adapter + "/adapter_config.json"))["target_modules"]
-        lora = {"enable_lora": True, "lora_target_modules": targets}
+        leaves = sorted({target.rpartition(".")[2] for target in targets})
+        lora = {"enable_lora": True, "lora_target_modules": leaves}
         request = LoRARequest("adapter", 1, adapter)
     llm = LLM(model=folder, max_model_len=max_model_len, enforce_eager=True, kv_cache_memory_bytes=2**28, **lora)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=0, detokenize=False)

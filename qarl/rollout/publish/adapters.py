@@ -63,12 +63,9 @@ class EngineAdapter:
         self.request: Any = None
         self.acts = self.proved = False
         self._published = 0
-        self._stacks = {
-            name: stacks
-            for name, stacks in _stacks(model).items()
-            if name.rpartition(".")[2] in spec.targets
-        }
-        leaves = {name.rpartition(".")[2] for name in self._stacks}
+        stacks = _stacks(model)
+        leaves = {name.rpartition(".")[2] for name in stacks}
+        self._stacks = {name: pair for name, pair in stacks.items() if spec.has(name)}
         if missing := sorted(set(spec.targets) - leaves):
             raise UserError(
                 f"the rollout engine has no place for an adapter of {', '.join(missing)}",
@@ -78,8 +75,12 @@ class EngineAdapter:
             )
         self.expected: Manifest = {}
         for name, (a, b) in self._stacks.items():
-            self.expected[f"{PREFIX}{name}{A}"] = TensorSpec(torch.bfloat16, (spec.r, a.shape[-1]))
-            self.expected[f"{PREFIX}{name}{B}"] = TensorSpec(torch.bfloat16, (b.shape[-2], spec.r))
+            self.expected[f"{PREFIX}{name}{A}"] = TensorSpec(
+                torch.bfloat16, (spec.rank, a.shape[-1])
+            )
+            self.expected[f"{PREFIX}{name}{B}"] = TensorSpec(
+                torch.bfloat16, (b.shape[-2], spec.rank)
+            )
 
     def mark_stale(self, reason: str) -> None:
         """Make the engine refuse to generate, with `reason`, until the next publish of an adapter."""
@@ -92,6 +93,8 @@ class EngineAdapter:
 
     def publish(self, adapter: Adapter, *, version: int) -> dict[str, float]:
         """Replace the engine's adapter. Return the seconds of each phase. After an exception there is no adapter.
+
+        `adapter`: with the engine's rank (`Adapter.padded`).
 
         Raise UserError if the adapter does not fit, or if the engine does not multiply by it afterwards."""
         start = time.perf_counter()

@@ -72,8 +72,9 @@ CONFIGS = [
     ("rollout.top_p=1e-4", "all responses to a prompt would be the same"),
     ("rollout.temperature=0.01", "all responses to a prompt would be the same"),
     ("optim.lr_warmup_steps=1000", "no step would have the full learning rate"),
-    ("lora.r=24", "use 32"),
-    ("lora.r=8 lora.target_modules=['.*proj']", "is no name"),
+    ("lora.r=513", "at most rank 512"),
+    ("lora.r=8 lora.target_modules=['re:.*proj']", "is no target"),
+    ("lora.path=nowhere", "there is no folder nowhere"),
     ("data.truncation=error", "did you mean data.filter_overlong_prompts?"),
 ]
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from checkout import ROOT
 from key_reads import AnsweringEngine, leaves, traced
+from pefts_adapters import save_pefts
 from verl_runs import quickstart
 
 from qarl import train
@@ -55,6 +56,7 @@ RUNS = (
     ["actor.old_log_probs=auto"],
     ["actor.loss=mis_gspo", "name=mis_gspo"],
     ["name=lora", "lora.r=8", "lora.alpha=16", "lora.target_modules=[q_proj]"],
+    ["name=begun", "lora.path=adapter"],
     [
         "name=turns",
         f"rollout.environment={ROOT}/tests/support/turn_environments.py:three_sums",
@@ -95,6 +97,7 @@ def test_the_local_backend_reads_every_key(
         "quant.align=linears",
         "quant.mismatch_limit=100",
     ]
+    save_pefts(Path("model"), Path("adapter"))
     with traced() as reads:
         for number, run in enumerate(RUNS):
             code = train.main([*base, "trainer.num_threads=1", *run])
@@ -132,6 +135,7 @@ VERL: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     "quant.kernels": ("qarl", f"{QUANT}.kernels", {"quant.scheme": "w8a8"}),
     "model.gradient_checkpointing": (True, f"{MODEL}.enable_gradient_checkpointing"),
     "lora.r": (8, f"{QUANT}.lora"),
+    "lora.path": (str(ROOT / "tests/data/peft_adapter"), f"{QUANT}.lora"),
     "lora.alpha": (16, f"{QUANT}.lora", {"lora.r": 8}),
     "lora.target_modules": (["q_proj"], f"{QUANT}.lora", {"lora.r": 8}),
     "model.use_remove_padding": (False, f"{MODEL}.use_remove_padding"),

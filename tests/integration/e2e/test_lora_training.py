@@ -11,6 +11,7 @@ from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
 from engine_helpers import PROMPTS, config
 from fresh_vllm import greedy_in_a_fresh_vllm
+from pefts_adapters import save_pefts
 from random_moe import save_random_moe
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -29,6 +30,7 @@ LORA = ["lora.r=8", "optim.lr=3e-3", "trainer.val_max_prompts=16"]
 RANDOM = f"reward.function={ROOT / 'benchmarks/proofs/lengths_reward.py'}:reward"
 """Random weights get no reward for their answers."""
 MOE = [RANDOM, 'quant.ignore=["lm_head","re:.*mlp[.]gate$"]']
+SOME_LAYERS = "lora.target_modules=.*layers[.][02][.].*(q_proj|down_proj)"
 CASES = {
     "w4a16-KL-muon": ["actor.use_kl_loss=true", "optim.name=muon", "optim.muon_lr=1e-3"],
     "w8a8-two targets-checkpointing": [
@@ -40,6 +42,7 @@ CASES = {
     "fp8-padded rows": ["quant.scheme=fp8", "model.use_remove_padding=false"],
     "bf16-queries alone": ["quant.scheme=bf16", "lora.target_modules=[q_proj]"],
     "w4a8": ["quant.scheme=w4a8", "quant.kernels=qarl"],
+    "r=12-some layers": ["lora.r=12", "lora.alpha=24", SOME_LAYERS],
     "dequantized-FP32 logits": ["quant.kernels=dequantized", "model.head_dtype=fp32"],
     "experts": MOE,
     "experts-fp8": ["quant.scheme=fp8", *MOE],
@@ -54,6 +57,10 @@ ONE_OPTION = {
     "experts-bf16": ["quant.scheme=bf16", *MOE],
     "two targets": ["lora.target_modules=[v_proj,down_proj]", "lora.alpha=32"],
     "queries alone": ["lora.target_modules=[q_proj]"],
+    "some layers": [SOME_LAYERS],
+    "r=3": ["lora.r=3"],
+    "r=33-w8a8": ["lora.r=33", "quant.scheme=w8a8"],
+    "r=100-fp8": ["lora.r=100", "quant.scheme=fp8"],
     "muon": ["optim.name=muon", "optim.muon_lr=1e-3"],
     "KL": ["actor.use_kl_loss=true"],
     "checkpointing": ["model.gradient_checkpointing=true"],
@@ -73,7 +80,7 @@ def run_steps(tmp_path, steps: int, *overrides: str) -> list[dict[str, float]]:
             "not shared"
         )
         metrics = [trainer.train_step() for _ in range(steps)]
-        adapter = trainer.policy.adapters.adapter()
+        adapter = trainer.policy.adapters.adapter().padded()
     assert any(tensor.any() for name, tensor in adapter.tensors.items() if "lora_B" in name)
     for step in metrics:
         assert step["publish/mbytes"] * 1e6 == adapter.nbytes < first.bytes
@@ -191,3 +198,45 @@ def test_a_base_that_changed_is_refused_by_a_resume_and_by_an_export(tmp_path, c
     assert main(["export", f"run={settings.run_dir}", f"output={tmp_path / 'out'}"]) == 2
     assert "is not the base that the adapter was trained on" in capfd.readouterr().err
     assert json.loads((checkpoint / "adapter_config.json").read_text())["r"] == 8
+
+
+def test_a_run_begins_from_pefts_adapter_and_a_resume_does_not_begin_again(tmp_path):
+    folder = save_pefts(ROOT / "models/tiny-qwen3", tmp_path / "peft", r=12, lora_alpha=24)
+    keys = {"lora__r": "null", "lora__path": str(folder), "rollout__n": "4"}
+    settings = small(tmp_path, "begun", **keys)
+    trainer = LocalTrainer(settings, prepare_run(settings))
+    with trainer.engine:
+        trainer.publish()
+        stored, stacks = (
+            load_file(folder / "adapter_model.safetensors"),
+            trainer.engine.adapter._stacks,
+        )
+        for name, (a, b) in stacks.items():
+            mine = [stored[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB"]
+            assert torch.equal(a[0, 0, :12].float(), mine[0]) and not a[0, 0, 12:].any()
+            assert torch.equal(b[0, 0, :, :12].float(), 2 * mine[1]) and not b[0, 0, :, 12:].any()
+        assert trainer.train_step()["mismatch/abs_max"] == 0
+
+    part = small(tmp_path, "part", **keys, trainer__total_training_steps="1")
+    run(part)
+    saved = load_file(part.run_dir / "checkpoints" / "step_1" / "adapter_model.safetensors")
+    assert saved.keys() == stored.keys()
+    assert any(not torch.equal(saved[name].float(), stored[name]) for name in stored)
+    other = save_pefts(ROOT / "models/tiny-qwen3", tmp_path / "other", seed=2, r=12, lora_alpha=24)
+    resume = {
+        "trainer__resume_mode": "resume_path",
+        "trainer__resume_from_path": str(part.run_dir / "checkpoints" / "step_1"),
+    }
+    ends = []
+    for name, path in (("same", folder), ("another", other)):
+        settings = small(tmp_path, name, **{**keys, "lora__path": str(path)}, **resume)
+        run(settings)
+        ends.append(open_checkpoint(settings.run_dir / "checkpoints" / "step_2").state["weights"])
+    assert ends[0] == ends[1]
+    export = settings.run_dir / "export"
+    config = json.loads((export / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (12, 24)
+    tokens, _ = greedy_in_a_fresh_vllm(
+        export, PROMPTS[:2], max_tokens=4, max_model_len=64, adapter=export / "adapter"
+    )
+    assert all(tokens)

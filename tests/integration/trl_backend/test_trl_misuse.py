@@ -20,9 +20,12 @@ from random_models import save_random_model
 from transformers import AutoModelForCausalLM, HfArgumentParser
 from trl import GRPOConfig
 
+from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.trl import QaRLConfig, QaRLTrainer, checks, trainer
+from qarl.trl.adapters import base_and_section
 from qarl.trl.config import RUN_KEYS
+from qarl.trl.loading import load_policy
 from qarl.trl.rewards import ground_truths
 
 
@@ -220,10 +223,10 @@ PEFT: list[tuple[Any, str]] = [
     (LoraConfig(**LORA, modules_to_save=["lm_head"]), "modules_to_save"),
     (LoraConfig(**LORA | {"r": 0}), "r=0 gives the model no adapters"),
     (LoraConfig(r=8), "target_modules=None"),
-    (LoraConfig(r=8, target_modules=".*_proj"), "target_modules='.*_proj'"),
+    (LoraConfig(r=8, target_modules=".*_norm"), "peft_config.target_modules"),
     (LoraConfig(r=8, target_modules=["c_attn"]), "peft_config.target_modules"),
     (LoraConfig(r=8, target_modules=["q_proj", "lm_head"]), "peft_config.target_modules"),
-    (LoraConfig(r=6, target_modules="all-linear"), "peft_config.r"),
+    (LoraConfig(r=600, target_modules="all-linear"), "peft_config.r"),
     (LoraConfig(r=8, lora_alpha=12, target_modules="all-linear"), "peft_config.lora_alpha"),
     (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "IA3Config"),
     ({"r": 8}, "peft_config=dict"),
@@ -239,12 +242,37 @@ def test_a_peft_config_is_refused(
     assert words in str(caught.value) and "lora." not in str(caught.value)
 
 
-def test_a_model_with_adapters_of_peft_is_refused(model: Path, tmp_path: Path) -> None:
-    wrapped = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16"), LoraConfig(**LORA)
-    )
+def test_a_model_with_an_adapter_of_peft_and_a_second_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    def wrapped(**fields: Any) -> Any:
+        base = AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16")
+        return get_peft_model(base, LoraConfig(**LORA | fields))
+
     with pytest.raises(UserError, match="has adapters of peft"):
-        build(wrapped, tmp_path)
+        build(wrapped(), tmp_path, arguments={"peft_config": LoraConfig(**LORA)})
+    two = wrapped()
+    two.add_adapter("second", LoraConfig(**LORA))
+    with pytest.raises(UserError, match="default, second"):
+        build(two, tmp_path)
+    with pytest.raises(UserError, match="rank_pattern"):
+        build(wrapped(rank_pattern={"q_proj": 4}), tmp_path)
+
+
+def test_a_model_with_an_adapter_of_peft_begins_from_it(model: Path, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16")
+    wrapped = get_peft_model(base, LoraConfig(**LORA, lora_alpha=16, task_type="CAUSAL_LM"))
+    named = {n: p for n, p in wrapped.named_parameters() if "lora_" in n}
+    with torch.no_grad():
+        for parameter in named.values():
+            parameter.copy_(torch.randn(parameter.shape).bfloat16())
+    begun, section = base_and_section(wrapped, None, str(tmp_path))
+    config = load_config(["config=quickstart.yaml", f"model.path={model}", f"lora.path={tmp_path}"])
+    assert section == {"path": str(tmp_path)} and (config.lora.r, config.lora.alpha) == (8, 16)
+    policy = load_policy(begun, config)
+    assert policy.adapters is not None
+    for name, tensor in policy.adapters.tensors().items():
+        assert torch.equal(tensor, named[name.replace(".weight", ".default.weight")].bfloat16())
 
 
 BEST = {

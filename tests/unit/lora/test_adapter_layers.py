@@ -18,13 +18,21 @@ from torch import nn
 
 from qarl.checkpoint.storage import fresh_run_dir
 from qarl.checks.registry import _adapters
-from qarl.config.lora import LoraConfig
+from qarl.config.lora import LoraConfig, engine_rank
 from qarl.errors import UserError
 from qarl.lora import layers
-from qarl.lora.adapter import CONFIG_FILE, PREFIX, WEIGHTS_FILE, read_adapter, write_adapter
+from qarl.lora.adapter import (
+    CONFIG_FILE,
+    PREFIX,
+    WEIGHTS_FILE,
+    Adapter,
+    read_adapter,
+    write_adapter,
+)
 from qarl.lora.layers import AdaptedLinear, Adapters, expand, target_linears
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.quant.linear import QuantLinear
+from qarl.rollout.adapter_spec import AdapterSpec
 from qarl.schemes.kernel_choice import KernelChoice
 
 SCHEMES = ("w4a16", "w8a8", "fp8", "w4a8", "bf16")
@@ -64,7 +72,15 @@ def adapted(
 @needs_vllm_cpu
 @pytest.mark.parametrize("single", [True, False], ids=["one product", "token by token"])
 @pytest.mark.parametrize(
-    ("tokens", "columns", "rows", "r"), [(1, 64, 96, 1), (300, 128, 384, 8), (40, 384, 128, 64)]
+    ("tokens", "columns", "rows", "r"),
+    [
+        (1, 64, 96, 1),
+        (300, 128, 384, 8),
+        (40, 384, 128, 64),
+        (300, 128, 384, 3),
+        (17, 384, 128, 12),
+        (40, 128, 96, 33),
+    ],
 )
 def test_the_delta_has_the_bits_of_vllms_operators(monkeypatch, tokens, columns, rows, r, single):
     from vllm.lora.ops.torch_ops import bgmv_expand_slice, bgmv_shrink
@@ -74,10 +90,13 @@ def test_the_delta_has_the_bits_of_vllms_operators(monkeypatch, tokens, columns,
     layer, _ = adapted("bf16", rows=rows, columns=columns, r=r, alpha=2 * r)
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(2)).bfloat16()
     ours = layer(x)
-    theirs, buffer = nn.functional.linear(x, layer.weight), torch.zeros(tokens, r)
+    rank = engine_rank(r)
+    theirs, buffer = nn.functional.linear(x, layer.weight), torch.zeros(tokens, rank)
     index = torch.zeros(tokens, dtype=torch.long)
-    bgmv_shrink(x, layer.lora_A[None, None], buffer, index, 1.0)
-    bgmv_expand_slice(buffer, 2 * layer.lora_B[None, None], theirs, index, 0, rows, add_inputs=True)
+    stack_a, stack_b = torch.zeros(1, 1, rank, columns), torch.zeros(1, 1, rows, rank)
+    stack_a[0, 0, :r], stack_b[0, 0, :, :r] = layer.lora_A, 2 * layer.lora_B
+    bgmv_shrink(x, stack_a.bfloat16(), buffer, index, 1.0)
+    bgmv_expand_slice(buffer, stack_b.bfloat16(), theirs, index, 0, rows, add_inputs=True)
     assert torch.equal(ours, theirs)
 
 
@@ -87,9 +106,9 @@ def test_many_tokens_are_expanded_in_parts(monkeypatch):
     torch.testing.assert_close(expand(x, weight), (x.float() @ weight.float().t()).bfloat16())
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_gradients_are_those_of_float64_on_the_dequantized_base(scheme):
-    layer, weight = adapted(scheme)
+@pytest.mark.parametrize(("scheme", "r"), [*((s, 8) for s in SCHEMES), ("w4a16", 3), ("bf16", 12)])
+def test_gradients_are_those_of_float64_on_the_dequantized_base(scheme, r):
+    layer, weight = adapted(scheme, r=r, alpha=2 * r)
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(2, 20, 64, generator=generator).bfloat16().requires_grad_()
     grad = torch.randn(2, 20, 96, generator=generator).bfloat16()
@@ -275,12 +294,16 @@ def test_a_mixture_of_experts_has_adapters_on_attention(moe):
         (["q_proj", "up_proj"], "experts take no adapters"),
         (["experts"], "experts take no adapters"),
         (["gate"], "no linear|routes tokens"),
-        (["lm_head"], "no linear"),
+        (["lm_head"], "vllm#51594"),
         (["qproj"], "would train nothing"),
         (["all-linear", "qproj"], "would train nothing"),
         (["all-linear", "experts"], "experts take no adapters"),
         (["all-linear", "gate"], "no linear|routes tokens"),
-        (["self_attn.q_proj"], "has no dot"),
+        (["mlp.q_proj"], "no linear of this model has the name"),
+        (["q_proj|v_proj"], "it matches none"),
+        ([".*layers[.]7[.].*q_proj"], "it matches none"),
+        ([".*[.](q_proj|up_proj)"], "experts take no adapters"),
+        ([".*(q_proj|q_norm)"], "which is no linear"),
     ],
 )
 def test_targets_that_the_engine_cannot_serve_are_refused(moe, targets, why):
@@ -302,6 +325,34 @@ def test_targets_choose_by_the_last_part_of_a_name(pristine_model):
         == {name for name, _ in model.named_modules() if name.endswith("v_proj")}
     )
     assert all(name.startswith(f"{PREFIX}model.layers.") for name in adapters.tensors())
+
+
+def test_an_expression_chooses_layers_and_the_folder_names_them(pristine_model, tmp_path):
+    model = load_model(pristine_model)
+    expression = r".*layers[.]1[.]self_attn[.](q|v)_proj"
+    config = LoraConfig(r=8, target_modules=expression)
+    adapters = Adapters(model, config, seed=0, base="base")
+    names = [f"model.layers.1.self_attn.{leaf}_proj" for leaf in "qv"]
+    assert list(adapters.layers) == names == list(adapters.targets)
+    spec = AdapterSpec.of(adapters.adapter())
+    assert spec.targets == ("q_proj", "v_proj") and all(map(spec.has, names))
+    assert not spec.has("model.layers.0.self_attn.q_proj")
+    write_adapter(tmp_path, adapters.adapter())
+    assert read_adapter(tmp_path).targets == tuple(names)
+
+
+@pytest.mark.parametrize(("r", "alpha"), [(3, 6), (12, 3), (8, 16), (100, 200)])
+def test_a_padded_adapter_has_vllms_rank_and_the_same_product(r, alpha):
+    a, b = torch.randn(r, 32), torch.randn(48, r)
+    named = {f"{PREFIX}proj.lora_A.weight": a, f"{PREFIX}proj.lora_B.weight": b}
+    adapter = Adapter(r, alpha, ("proj",), "base", named)
+    padded = adapter.padded()
+    (more_a, more_b) = padded.pairs()["proj"]
+    rank = engine_rank(r)
+    assert padded.r == rank and padded.factor == adapter.factor
+    assert (more_a.shape, more_b.shape) == ((rank, 32), (48, rank))
+    assert torch.equal(more_a[:r], a) and torch.equal(more_b[:, :r], b)
+    assert not more_a[r:].any() and not more_b[:, r:].any()
 
 
 def test_the_check_says_what_is_trained(pristine_model):

@@ -11,7 +11,7 @@ so its log-probs would not be those of the run.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,15 +26,17 @@ from qarl.checkpoint.model_files import (
     packed,
     read_tensors,
     save_model,
+    weight_files,
 )
 from qarl.checkpoint.read_weights import BASE_FILE, open_source
 from qarl.checkpoint.resumable import open_checkpoint, tensor_digest
-from qarl.config.lora import FOLDER
+from qarl.config.lora import ALL_LINEAR, FOLDER
 from qarl.errors import UserError
-from qarl.lora.adapter import WEIGHTS_FILE, A, Adapter, read_adapter
-from qarl.lora.layers import adapted_leaves
+from qarl.lora.adapter import PREFIX, WEIGHTS_FILE, A, Adapter, peft_targets, read_adapter
+from qarl.quant.meta_model import meta_model
+from qarl.quant.published import PublishedBase
 from qarl.rollout.vllm_plugin import experts_of
-from qarl.schemes import get_scheme
+from qarl.schemes import Scheme, get_scheme
 
 
 class Trained(NamedTuple):
@@ -58,9 +60,10 @@ def open_trained(folder: Path, *, trust_remote_code: bool = False) -> Trained | 
     source = open_source(folder, trust_remote_code=trust_remote_code)
     tensors = dict(source.tensors(torch.bfloat16))
     lora = source.config["lora"]
-    leaves = adapted_leaves(name.removesuffix(A) for name in tensors if name.endswith(A))
+    linears = [name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)]
+    targets = peft_targets(linears, lora.get("target_modules") or [ALL_LINEAR])
     adapter = Adapter(
-        lora["r"], lora["alpha"] or lora["r"], leaves, source.config["model"]["path"], tensors
+        lora["r"], lora["alpha"] or lora["r"], targets, source.config["model"]["path"], tensors
     )
     return Trained(
         source.step,
@@ -86,13 +89,23 @@ def export_adapter(trained: Trained, output: Path, format: str, trust_remote_cod
     base = _local(path)
     files = ModelFiles.from_folder(base, trust_remote_code=trust_remote_code)
     linears = linears_of(base, scheme, quant["ignore"], trust_remote_code=trust_remote_code)
-    rounded = ((name, tensor.bfloat16()) for name, tensor in read_tensors(base))
-    tensors = _as_recorded(packed(rounded, scheme, linears), trained.published, path)
+    tensors = _as_recorded(_base_tensors(base, scheme, linears, files), trained.published, path)
     adapter = trained.adapter
     save_model(output, files, tensors, scheme=scheme, ignore=quant["ignore"], adapter=adapter)
     what = f"the base, {scheme.name}, and in {FOLDER}/ the adapter, r={adapter.r}, {adapter.nbytes / 1e6:.4g} MB"
     of_adapter = limits_of_adapter(scheme, experts=bool(experts_of(files.config)))
     return ". ".join([what, *limits(scheme, linears), *of_adapter])
+
+
+def _base_tensors(
+    base: Path, scheme: Scheme, linears: Collection[str], files: ModelFiles
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the base in a folder as the run has published them. One that is quantized stays as it is."""
+    if getattr(files.config, "quantization_config", None):
+        yield from PublishedBase(weight_files(base), meta_model(files.config), scheme).tensors()
+        return
+    rounded = ((name, tensor.bfloat16()) for name, tensor in read_tensors(base))
+    yield from packed(rounded, scheme, linears)
 
 
 def _local(path: str) -> Path:

@@ -21,13 +21,8 @@ from qarl.config.ignored_layers import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.quant import convert
 from qarl.quant import meta_model as meta
+from qarl.quant.convert import FUSED_LAYERS
 from qarl.schemes import Scheme, get_scheme
-
-# vLLM loads these as one layer, in every model family that QaRL trains.
-FUSED_LAYERS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
 
 KEY = "rollout.tensor_model_parallel_size"
 ROW_PARALLEL = ("o_proj", "down_proj", "dense", "dense_4h_to_h")

@@ -5,9 +5,7 @@ The local trainer, verl's launcher and the doctor all call the same function.
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Collection, Mapping
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -15,13 +13,10 @@ from torch import nn
 from qarl.align.applied_level import AppliedLevel, resolve_level, unconfirmed
 from qarl.align.cpu import AlignedLinear
 from qarl.align.model_config import check_config_keys
-from qarl.checkpoint.export_folder import MARK
-from qarl.checkpoint.read_weights import newest_checkpoint
 from qarl.checks.exactness import exceptions
 from qarl.checks.layers import meta_model
 from qarl.config import Config
 from qarl.config.ignored_layers import is_ignored
-from qarl.config.lora import FOLDER as ADAPTER
 from qarl.errors import UserError
 from qarl.families import family_of, names_with_plain_heads, shown_mismatch
 from qarl.kernels.base import ExpertsKernel, Kernel
@@ -128,31 +123,6 @@ def check_architecture(hf_config: Any) -> None:
             why="vLLM chooses a class by the key architectures, but transformers by the key model_type",
             fix=f"correct the wrong key; {chosen.__name__} belongs to model_type {hf_config.model_type!r}",
         )
-
-
-def check_not_quantized(config: Config, hf_config: Any) -> None:
-    """Raise UserError if the model is already quantized, because training starts from high-precision weights."""
-    if quantization := getattr(hf_config, "quantization_config", None):
-        keys = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
-        raise UserError(
-            f"the model in {config.model.path!r} is already quantized ({keys.get('quant_method')})",
-            where="model.path: quantization_config in its config.json",
-            why="training updates BF16 master weights and quantizes them itself",
-            fix=f"{_unquantized(Path(config.model.path))}; quant.scheme says how training quantizes it",
-        )
-
-
-def _unquantized(folder: Path) -> str:
-    """Return where the weights are from which one can train instead of those of the quantized model in `folder`."""
-    run = folder.absolute().parent
-    newest = newest_checkpoint(run) if (folder / MARK).is_file() else None
-    if newest is None or (folder / ADAPTER).is_dir():
-        return "give the original BF16 checkpoint"
-    command = shlex.join(["qarl", "export", f"run={run}", f"step={newest[0]}", "format=bf16"])
-    return (
-        "it is the export of a run, whose BF16 weights the run's checkpoints have: "
-        f"`{command} output=FOLDER` and model.path=FOLDER"
-    )
 
 
 def check_head(config: Config, hf_config: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,12 +35,13 @@ from qarl.checks.memory import check_kv_cache
 from qarl.checks.model import (
     check_head,
     check_length,
-    check_not_quantized,
     level_notes,
     refuse_hidden_code,
 )
-from qarl.checks.model_folder import check_tied, compared_tensors, refuse_no_weights
+from qarl.checks.model_folder import check_tied
+from qarl.checks.published_base import check_quantized
 from qarl.checks.special_tokens import special_tokens_unseen
+from qarl.checks.stored_weights import stored_weights
 from qarl.config import Config
 from qarl.console import note as print_note
 from qarl.console import say
@@ -56,6 +56,7 @@ from qarl.families import ALIGNED, check_adapters, check_family, check_rows, sho
 from qarl.kernels.cpu import layer_ops
 from qarl.kernels.registry import check_experts_registered, check_registered, kernels_of
 from qarl.lora.layers import target_linears
+from qarl.lora.start import check_start, other_base
 from qarl.metrics.tracker import check_loggers
 from qarl.process import vllm_unusable
 from qarl.rollout import vllm_plugin
@@ -346,31 +347,21 @@ def _adapters(config: Config, model: nn.Module) -> Findings:
         return
     check_adapters(model.config)
     targets = target_linears(model, config.lora.target_modules)
+    if path := config.lora.path:
+        check_start(path, targets)
+        if told := other_base(path, config.model.path):
+            yield warning(
+                told,
+                where="lora.path",
+                why="A and B fit this base by their shapes, and by nothing else",
+                fix="make sure that this base, or its quantized form, is the one that the adapter belongs to",
+            )
     trained = config.lora.r * sum(map(sum, targets.values()))
     total = sum(parameter.numel() for parameter in model.parameters())
     yield ok(
-        f"{len(targets)} linears have adapters: {trained:,} weights are trained, {trained / total:.2%} of the model"
+        f"{len(targets)} linears have adapters: {trained:,} weights are trained, {trained / total:.2%} of the model",
+        lines=(layers.name_layers(targets),),
     )
-
-
-def _weights(
-    config: Config, machine: Machine, model: nn.Module, weight_files: list[Path]
-) -> Findings:
-    """Compare the tensors in a model's folder with its config. Raise UserError if weights are missing, which a rank
-    would otherwise find after the start of Ray."""
-    if not weight_files:
-        if machine.here:
-            refuse_no_weights(config.model.path)
-        return
-    count = compared_tensors(weight_files, model)
-    if count is None:
-        yield note(
-            f"the tensor names in {len(weight_files)} safetensors files differ from the model's, so shapes were not "
-            "compared",
-            fix="make sure that the files belong to this config.json",
-        )
-    else:
-        yield ok(f"{count} stored tensors have the shapes that config.json says")
 
 
 CHECKS = (
@@ -403,7 +394,7 @@ CHECKS = (
     Check("kernels", "quant.kernels has kernels for quant.scheme", check_kernels),
     Check("model", "the model's config can be read", _config),
     Check("model", "the tokenizer can be read", lambda tokenizer: None),
-    Check("model", "the weights are not quantized", check_not_quantized),
+    Check("model", "the weights are in BF16, or a base for adapters", check_quantized),
     Check("model", "trainer and engine build the same model", _model),
     Check("model", "the model's family was measured", _family),
     Check("model", "lm_head has model.head_dtype", check_head),
@@ -438,7 +429,7 @@ CHECKS = (
     *environment.CHECKS,
     Check("data", "ground truths are right answers", _ground_truths),
     Check("data", "the reward sees the special tokens that it names", special_tokens_unseen),
-    Check("weights", "the weights are complete", _weights),
+    Check("weights", "the weights are complete", stored_weights),
     Check("weights", "tied embeddings are equal", check_tied),
 )
 """All checks of a run, in the order in which they are made: the cheapest first."""

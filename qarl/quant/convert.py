@@ -27,6 +27,11 @@ from qarl.schemes import DEFAULT_SCHEME, Scheme, get_scheme
 from qarl.schemes.kernel_choice import KernelChoice
 
 DEFAULT_IGNORE = ("lm_head",)
+FUSED_LAYERS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""vLLM loads these as one layer, in every model family that QaRL trains."""
 
 
 @dataclass(frozen=True)

@@ -156,8 +156,20 @@ class QuantLayer(nn.Module):
 
     def freeze(self) -> None:
         """Quantize the weights for the last time, and free them: their parameters move to the meta device. One copy of
-        the low-bit tensors stays. Each forward or backward converts it if it has another layout."""
-        quantized = self.by_weight()
+        the low-bit tensors stays. Each forward or backward converts it if it has another layout. A layer that is frozen
+        already stays as it is."""
+        if not self.frozen:
+            self._store(self.by_weight())
+
+    def adopt(self, quantized: Mapping[str, Any], device: torch.device | None = None) -> None:
+        """Freeze the layer with tensors that somebody else has quantized, by the weights' names, on `device`. Its own
+        weights may be on the meta device, and are dropped."""
+        self._store(quantized)
+        if device is not None and self.stored is not None:
+            for tensors in self.stored.values():
+                tensors.update({leaf: tensor.to(device) for leaf, tensor in tensors.items()})
+
+    def _store(self, quantized: Mapping[str, Any]) -> None:
         self.stored = {}
         layout = self.kernel.layout if self.stores_layout else None
         for name, weight in quantized.items():

@@ -17,6 +17,7 @@ import pkgutil
 from qarl.schemes.base import Cpu, Grid, QuantArgs, Scheme, WireSpec
 from qarl.schemes.bf16 import UNQUANTIZED
 from qarl.schemes.checkpoint_config import from_quantization_config
+from qarl.schemes.published_config import published_scheme
 from qarl.schemes.registry import (
     engine_scheme_names,
     get_scheme,
@@ -42,6 +43,7 @@ __all__ = [
     "engine_scheme_names",
     "from_quantization_config",
     "get_scheme",
+    "published_scheme",
     "register",
     "scheme_names",
     "unregister",

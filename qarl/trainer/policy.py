@@ -7,7 +7,7 @@ log-probs do not depend on the other rows of its batch. If they did, the differe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from qarl.align import align_model
 from qarl.align.cpu_attention import uses_engine_attention
@@ -25,9 +25,8 @@ from qarl.align.router import replays
 from qarl.checks.gpu_memory_decides import recomputes_activations
 from qarl.checks.machine import this_machine
 from qarl.checks.model import has_plain_head, no_fp32_head
-from qarl.checks.model_folder import cannot_load, lacks_tensors, load_hf_config, loading_options
+from qarl.checks.model_folder import load_hf_config
 from qarl.config.level import Level
-from qarl.errors import UserError
 from qarl.kernels.cpu.layer_ops import longest_shared_prompt
 from qarl.kernels.gather import rows_of
 from qarl.kernels.log_probs import LOGITS_AT_A_TIME, LogitsInBlocks, WholeLogits
@@ -36,7 +35,8 @@ from qarl.lora.layers import Adapters
 from qarl.progress import live
 from qarl.quant.convert import quantize_model
 from qarl.quant.experts import stacked_experts
-from qarl.quant.meta_model import TORCH_DTYPES, check_buffers, default_dtype_kept
+from qarl.quant.meta_model import check_buffers
+from qarl.quant.quantize import QuantizedTensor
 from qarl.quant.state_dict import packed_state_dict, prepared_codes
 from qarl.schemes import Scheme, get_scheme
 from qarl.schemes.kernel_choice import KernelChoice
@@ -44,6 +44,7 @@ from qarl.step.noise import TrainedModel
 from qarl.step.routing import RoutingReplay
 from qarl.trainer.batch import TOKEN_MULTIPLE, Batch, Rows, index_of, micro_batches
 from qarl.trainer.layout import Layout, lay_out
+from qarl.trainer.load_weights import DROPOUTS, load_weights
 from qarl.trainer.sampled_from import sampled_from
 
 if TYPE_CHECKING:
@@ -61,22 +62,6 @@ def untimed(name: str, *, not_in: str | None = None) -> AbstractContextManager[N
     return nullcontext()
 
 
-def check_finite(model: nn.Module, dtype: str) -> None:
-    """Raise UserError if a parameter of a model loaded in FP16 is NaN or Inf. FP16's largest number is 65504."""
-    if dtype != "fp16":
-        return
-    bad = [
-        name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())
-    ]
-    if bad:
-        raise UserError(
-            f"{len(bad)} weights are NaN or Inf in FP16",
-            where=f"model.dtype=fp16: {', '.join(bad[:4])}",
-            why="FP16's largest number is 65504, BF16's is 3e38",
-            fix="set model.dtype=bf16",
-        )
-
-
 def adapters_of(config: Config) -> Callable[..., Adapters] | None:
     """Return what gives a model the adapters of the section `lora`, or None if all weights are trained."""
     return (
@@ -84,10 +69,6 @@ def adapters_of(config: Config) -> Callable[..., Adapters] | None:
         if config.lora.r
         else None
     )
-
-
-DROPOUTS = frozenset({"attention_dropout", "hidden_dropout", "residual_dropout"})
-"""Config keys of dropout in the families that are trained. The engine has none, so neither has the trainer."""
 
 
 class Policy:
@@ -120,11 +101,13 @@ class Policy:
         eager: bool = False,
         adapters: Callable[..., Adapters] | None = None,
         device: torch.device | None = None,
+        codes: Mapping[str, QuantizedTensor] | None = None,
     ) -> None:
         """`router_replay`: a value of `rollout.router_replay`. Batches without routing are not replayed.
         `head_dtype`: a value of `model.head_dtype`. `kernels`: a value of `quant.kernels`.
         `eager`: whether the engine runs without CUDA graphs. `adapters`: freezes the model and gives it adapters.
-        `device`: where to move the model, if it is not there. `adapters` moves it layer by layer.
+        `device`: where to move the model, if it is not there. `adapters` moves it layer by layer. `codes`: the weights
+        of quantized linears, if the checkpoint is quantized already.
 
         Raise UserError if `head_dtype` is fp32 without `plain_head`, or if something has cast the model's buffers."""
         check_buffers(model)
@@ -140,6 +123,8 @@ class Policy:
             linears = quantize_model(
                 model, scheme=scheme, ignore=ignore, kernels=kernels, device=device
             )
+        for name, tensors in (codes or {}).items():
+            model.get_submodule(name).adopt({"weight": tensors}, device)
         aligned = align_model(
             model, align, eager=eager, adapters=adapters is not None, device=device
         )
@@ -161,36 +146,13 @@ class Policy:
     def load(cls, config: Config) -> Policy:
         """Load `model.path` in `model.dtype` and quantize its linears as the section `quant` says. Raise UserError if
         the model cannot be loaded, or if a weight does not fit into that dtype."""
-        from transformers import AutoModelForCausalLM
-
         quant = config.quant
         hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
         for key in DROPOUTS & set(
             vars(hf_config)
         ):  # as an argument, it would reach models that do not have the key
             setattr(hf_config, key, 0.0)
-        try:
-            with default_dtype_kept():
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    config.model.path,
-                    dtype=TORCH_DTYPES[config.model.dtype],
-                    attn_implementation="sdpa",
-                    config=hf_config,
-                    output_loading_info=True,
-                    trust_remote_code=config.model.trust_remote_code,
-                    **loading_options(config.model.path),
-                )
-        except (
-            RuntimeError
-        ):  # raised by torch; `prepare_run` reports that config and weights do not fit
-            raise
-        except Exception as error:  # transformers raises different types for different bad keys
-            why = (str(error).splitlines() or [""])[0]
-            raise cannot_load(config.model.path, why or type(error).__name__) from error
-        model, loading = loaded
-        if loading["missing_keys"]:
-            raise lacks_tensors(config.model.path, loading["missing_keys"])
-        check_finite(model, config.model.dtype)
+        model, codes = load_weights(config, hf_config)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         machine = this_machine()
         recomputed = recomputes_activations(
@@ -215,6 +177,7 @@ class Policy:
             eager=config.rollout.enforce_eager is True,
             adapters=adapters_of(config),
             device=device,
+            codes=codes,
         )
 
     @property

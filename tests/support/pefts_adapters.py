@@ -29,7 +29,7 @@ def save_pefts(
             if "lora_" in name:
                 random = torch.randn(parameter.shape, generator=generator) / 16
                 parameter.copy_(random.bfloat16())
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     file = folder / WEIGHTS_FILE
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})

@@ -15,9 +15,9 @@ from updating_trainer import FOUR, four_responses, updating_trainer
 from qarl.config import ConfigError
 from qarl.errors import UserError
 from qarl.trainer.batch import Batch
+from qarl.trainer.load_weights import check_finite
 from qarl.trainer.loop import train
 from qarl.trainer.master_optimizer import FIRST, INTERVAL, LARGEST, LossScale
-from qarl.trainer.policy import check_finite
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
 FP16 = ("model.dtype=fp16", "quant.scheme=bf16", "quant.align=off")

@@ -20,12 +20,9 @@ from random_models import save_random_model
 from transformers import AutoModelForCausalLM, HfArgumentParser
 from trl import GRPOConfig
 
-from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.trl import QaRLConfig, QaRLTrainer, checks, trainer
-from qarl.trl.adapters import base_and_section
 from qarl.trl.config import RUN_KEYS
-from qarl.trl.loading import load_policy
 from qarl.trl.rewards import ground_truths
 
 
@@ -257,22 +254,6 @@ def test_a_model_with_an_adapter_of_peft_and_a_second_is_refused(
         build(two, tmp_path)
     with pytest.raises(UserError, match="rank_pattern"):
         build(wrapped(rank_pattern={"q_proj": 4}), tmp_path)
-
-
-def test_a_model_with_an_adapter_of_peft_begins_from_it(model: Path, tmp_path: Path) -> None:
-    base = AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16")
-    wrapped = get_peft_model(base, LoraConfig(**LORA, lora_alpha=16, task_type="CAUSAL_LM"))
-    named = {n: p for n, p in wrapped.named_parameters() if "lora_" in n}
-    with torch.no_grad():
-        for parameter in named.values():
-            parameter.copy_(torch.randn(parameter.shape).bfloat16())
-    begun, section = base_and_section(wrapped, None, str(tmp_path))
-    config = load_config(["config=quickstart.yaml", f"model.path={model}", f"lora.path={tmp_path}"])
-    assert section == {"path": str(tmp_path)} and (config.lora.r, config.lora.alpha) == (8, 16)
-    policy = load_policy(begun, config)
-    assert policy.adapters is not None
-    for name, tensor in policy.adapters.tensors().items():
-        assert torch.equal(tensor, named[name.replace(".weight", ".default.weight")].bfloat16())
 
 
 BEST = {

@@ -20,7 +20,8 @@ from qarl.checks.model import check_served
 from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.families import ALIGNED, MEASURED
-from qarl.trainer.policy import DROPOUTS, Policy
+from qarl.trainer.load_weights import DROPOUTS
+from qarl.trainer.policy import Policy
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import family_tables

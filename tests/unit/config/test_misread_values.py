@@ -12,7 +12,7 @@ from checkpoint_state import interrupted_run
 from config_problems import MINIMAL
 from engine_helpers import config as engine_config
 
-from qarl.checks.model import check_not_quantized
+from qarl.checks.published_base import check_quantized
 from qarl.config import ConfigError, build_config, load_config
 from qarl.config.hints import unread_paper_keys, unusual_values
 from qarl.errors import UserError
@@ -95,7 +95,7 @@ def test_the_export_of_a_run_as_a_model_names_the_command_for_its_weights(
         (run / "export" / "qarl_export.json").write_text(json.dumps({"files": {}}))
     config = load_config([f"config={tmp_path / 'one.yaml'}", f"model.path={run / 'export'}"])
     with pytest.raises(UserError) as error:
-        check_not_quantized(config, QUANTIZED)
+        check_quantized(config, QUANTIZED)
     command = f"qarl export run={run} step=2 format=bf16"
     assert (command in str(error.value.fix)) == marked
     assert ("give the original BF16 checkpoint" in str(error.value.fix)) != marked

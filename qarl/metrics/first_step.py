@@ -29,5 +29,8 @@ def first_step_note(metrics: Mapping[str, Any]) -> str | None:
     look = "look at the responses in report.html and at what the reward function returns for them"
     if metrics.get(_TURNS) == 1:
         text += "; every conversation ended with its first turn"
-        look = "look at the turns in report.html and at what rollout.environment returns for them"
+        look = (
+            "look at the turns in report.html: what rollout.environment returns for them, and whether "
+            "data.max_response_length has room for its answer and another turn"
+        )
     return f"nothing can be learned from the first step: {text}\n  {look}"

@@ -43,6 +43,7 @@ def test_an_environment_that_ends_every_conversation_is_named_beside_the_filter(
     assert "in all 10 batches that filter_groups sampled" in message
     assert "every conversation ended with its first turn" in message
     assert "rollout.environment" in message and "reward function" not in message
+    assert "data.max_response_length has room" in message, "the other cause of a single turn"
 
 
 def test_groups_may_be_equal_with_rewards_that_differ(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-peft = pytest.importorskip("peft")
 
+from peft import LoraConfig, get_peft_model
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
@@ -23,11 +23,9 @@ def test_a_model_with_an_adapter_of_peft_begins_from_it(tmp_path: Path) -> None:
     model = save_random_model(tmp_path / "model")
     folder = str(tmp_path / "adapter")
     base: Any = AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16")
-    wrapped = peft.get_peft_model(
+    wrapped = get_peft_model(
         base,
-        peft.LoraConfig(
-            r=8, target_modules=["q_proj", "v_proj"], lora_alpha=16, task_type="CAUSAL_LM"
-        ),
+        LoraConfig(r=8, target_modules=["q_proj", "v_proj"], lora_alpha=16, task_type="CAUSAL_LM"),
     )
     named = {n: p for n, p in wrapped.named_parameters() if "lora_" in n}
     with torch.no_grad():

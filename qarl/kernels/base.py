@@ -159,7 +159,8 @@ class LinearKernel(Kernel):
     @staticmethod
     def prepare(tensors: Tensors) -> Any:
         """Convert the wire tensors of one weight to what `linear` reads. Trained weights are converted once per
-        optimizer step."""
+        optimizer step. With `quant.kernels` the engine converts only int4 weights, and calls `linear` with 8-bit
+        weights as they are on the wire, so for those return them unchanged."""
         raise NotImplementedError
 
     @staticmethod

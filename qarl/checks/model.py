@@ -149,7 +149,7 @@ def check_length(config: Config, hf_config: Any) -> None:
     if limit is not None and longest > limit:
         what = f"max_prompt_length + max_response_length = {longest} tokens, but the model has {limit} positions"
         where = "data.max_prompt_length, data.max_response_length"
-        fix = f"lower them to at most {limit} together"
+        fix = f"lower them to at most {limit} together, or give a model with more positions, such as a stretched one"
         raise UserError(what, where=where, fix=fix)
 
 

@@ -71,7 +71,9 @@ ONE_OPTION = {
 
 
 def run_steps(tmp_path, steps: int, *overrides: str) -> list[dict[str, float]]:
-    settings = config(tmp_path, *LORA, *overrides)
+    chosen = {override.partition("=")[0] for override in overrides}
+    usual = [setting for setting in LORA if setting.partition("=")[0] not in chosen]
+    settings = config(tmp_path, *usual, *overrides)
     trainer = LocalTrainer(settings, prepare_run(settings))
     with trainer.engine:
         first = trainer.publish()
@@ -202,7 +204,7 @@ def test_a_base_that_changed_is_refused_by_a_resume_and_by_an_export(tmp_path, c
 
 def test_a_run_begins_from_pefts_adapter_and_a_resume_does_not_begin_again(tmp_path):
     folder = save_pefts(ROOT / "models/tiny-qwen3", tmp_path / "peft", r=12, lora_alpha=24)
-    keys = {"lora__r": "null", "lora__path": str(folder), "rollout__n": "4"}
+    keys = {"lora__r": "null", "lora__path": str(folder)}
     settings = small(tmp_path, "begun", **keys)
     trainer = LocalTrainer(settings, prepare_run(settings))
     with trainer.engine:

@@ -8,6 +8,7 @@ NAME:
                   installs its weights, or the command that is shown without them
   moe             the quickstart with a mixture of experts
   verl            the quickstart in verl's trainer
+  async           the same with an engine of its own, which samples while the trainer updates
   addition_chain  sums of four numbers, with answers of about 140 tokens
   letter_sorting  14 letters, sorted by insertion
   calculator      sums of products, in four turns with a calculator

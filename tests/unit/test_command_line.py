@@ -3,6 +3,7 @@ docs/lookup/config_reference.md."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -401,3 +402,10 @@ def test_a_signal_at_any_moment_is_one_message(moment: str, name: str) -> None:
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
+
+
+def test_the_help_names_every_demo(out: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        main(["demo", "--help"])
+    words = out.readouterr().out.split()
+    assert [name for name in DEMOS if name not in words] == []

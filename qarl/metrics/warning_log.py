@@ -69,6 +69,8 @@ class WarningLog:
         messages = [*map(str, signs)]
         if advised and not any(sign.sign == NARROW for sign in signs):
             messages.append(band_advice(self._bands, self._actor)[0])
+        if step == 0:  # the evaluation before the first step
+            return messages
         note = first_step_note(metrics) if self._begins else None
         self._begins = False
         return messages if note is None else [*messages, note]

@@ -59,3 +59,12 @@ def test_a_first_step_that_teaches_says_nothing(tmp_path: Path, metrics: dict[st
 def test_the_first_step_after_a_resume_is_not_the_first_of_the_run(tmp_path: Path) -> None:
     assert printed(tmp_path, LEARNS) == []
     assert printed(tmp_path, EQUAL, start=1) == []
+
+
+def test_the_evaluation_before_it_is_not_the_first_step(tmp_path: Path) -> None:
+    messages: list[str] = []
+    with Tracker(tmp_path, [], 10, {}) as tracker:
+        tracker.message = messages.append  # type: ignore[method-assign, assignment]
+        tracker.log({"val/accuracy": 0.0}, 0)
+        tracker.log(EQUAL, 1)
+    assert len(messages) == 1 and messages[0].startswith("step 1: nothing can be learned")

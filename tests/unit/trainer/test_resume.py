@@ -258,7 +258,8 @@ DECIDES = """
     rollout_correction.rollout_rs_threshold rollout_correction.rollout_rs_threshold_lower
     rollout_correction.rollout_rs_ratio rollout_correction.veto_threshold optim.name optim.lr optim.betas optim.eps
     optim.weight_decay optim.lr_warmup_steps optim.lr_scheduler_type optim.min_lr_ratio optim.muon_lr
-    optim.muon_momentum optim.master_dtype trainer.nnodes trainer.n_gpus_per_node
+    optim.muon_momentum optim.master_dtype trainer.nnodes trainer.n_gpus_per_node trainer.staleness
+    trainer.staleness_strategy rollout.n_gpus_per_node
 """
 
 

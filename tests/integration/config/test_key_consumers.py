@@ -115,11 +115,13 @@ ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "roll
 LOSS, QUANT, OPTIM = f"{ACTOR}.policy_loss", f"{ACTOR}.fsdp_config.quant", f"{ACTOR}.optim"
 ENGINE, MUON = f"{ROLLOUT}.engine_kwargs.vllm", f"{OPTIM}.override_optimizer_config"
 CORRECTION = f"{LOSS}.correction"
+SAMPLER = "trainer.v1.sampler"
 TURNS, ASKED = f"{ROLLOUT}.multi_turn", {"rollout.environment": "tools.py:answer"}
 GPU = {"trainer.n_gpus_per_node": 2}
 TOKENS = {"actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_gpu": 300} | {
     f"actor.{kind}_micro_batch_size_per_gpu": None for kind in ("ppo", "log_prob")
 }
+STALE = {"backend": "verl", "trainer.staleness": 1}
 WEIGHT = {"actor.loss": "grpo", "rollout_correction.rollout_is": "token"}
 REJECTION = {
     "rollout_correction.rollout_rs": ["seq_mean_k1"],
@@ -238,6 +240,9 @@ VERL: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     "optim.master_dtype": ("bf16", f"{ACTOR}.fsdp_config.model_dtype"),
     "trainer.nnodes": (2, "trainer.nnodes"),
     "trainer.n_gpus_per_node": (2, "trainer.n_gpus_per_node"),
+    "trainer.staleness": (2, f"{QUANT}.staleness", {"backend": "verl"}),
+    "trainer.staleness_strategy": ("drop", f"{SAMPLER}.max_off_policy_strategy", STALE),
+    "rollout.n_gpus_per_node": (2, f"{ROLLOUT}.n_gpus_per_node", STALE),
     "trainer.total_training_steps": (60, "trainer.total_training_steps"),
     "trainer.test_freq": (30, "trainer.test_freq"),
     "trainer.val_before_train": (False, "trainer.val_before_train"),

@@ -122,7 +122,7 @@ def test_functions_by_name(model: Path, tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match="no ground truths"):
         build(model, tmp_path, monkeypatch, "arithmetic")
     with pytest.raises(UserError, match="has no function 'scores'"):
-        build(model, tmp_path, monkeypatch, f"{file}:scores")
+        build(model, tmp_path, monkeypatch, f"{file}:scores", data=data)
 
 
 def constant(completions: list[str], **_: Any) -> list[float]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.proofs.harness import TINY, Record, Row, in_process
+from benchmarks.proofs.harness import ROOT, TINY, Record, Row, in_process
 
 GROUP = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
 CHANNEL = {"num_bits": 8, "strategy": "channel", "symmetric": True}
@@ -22,6 +22,8 @@ TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": Tru
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 TOKENS = 40
 """Tokens of a response that is compared."""
+ANY_TEXT = f"{ROOT / 'benchmarks' / 'proofs' / 'lengths_reward.py'}:reward"
+"""A reward that differs from answer to answer of a model whose head, tied after its training, knows no sums."""
 LEFT_OUT = ["lm_head", "re:.*layers[.]0[.].*", "re:.*down_proj"]
 
 
@@ -126,7 +128,7 @@ CASES: dict[str, Case] = {
     ),
     "W4A16, fused names": Case(int4(32), w4a16(32), then=fuse),
     "W4A16, actorder=weight": Case(int4(32, actorder="weight"), w4a16(32)),
-    "W4A16, tied embeddings": Case(int4(32), w4a16(32), tied=True),
+    "W4A16, tied embeddings": Case(int4(32), w4a16(32) | {"reward.function": ANY_TEXT}, tied=True),
     "W4A16, sharded files": Case(int4(32), w4a16(32), shards=200_000),
     "W4A16, two groups of targets": Case(
         [([target], GROUP | {"group_size": 32}, None) for target in PARTS], w4a16(32)

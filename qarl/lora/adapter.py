@@ -59,9 +59,14 @@ class Adapter:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def padded(self) -> Adapter:
-        """Return the adapter with the engine's rank: A has more rows and B more columns, of zeros. The factor stays."""
+        """Return the adapter with the engine's rank: A has more rows and B more columns, of zeros. The factor stays.
+
+        A tensor of another rank than `r` is an error, which the publish finds. So it stays as it is."""
         rank = engine_rank(self.r)
-        tensors = {name: with_rank(name, tensor, rank) for name, tensor in self.tensors.items()}
+        tensors = {
+            name: with_rank(name, tensor, rank) if _rank_of(name, tensor) == self.r else tensor
+            for name, tensor in self.tensors.items()
+        }
         return replace(self, r=rank, alpha=self.factor * rank, tensors=tensors)
 
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -76,11 +81,14 @@ class Adapter:
 
 def with_rank(name: str, tensor: Tensor, rank: int) -> Tensor:
     """Return A [r, K] or B [N, r], whose name is `name`, with zeros up to `rank`, or itself if it has that rank."""
-    is_a = name.endswith(A)
-    missing = rank - tensor.shape[0 if is_a else 1]
+    missing = rank - _rank_of(name, tensor)
     if not missing:
         return tensor
-    return F.pad(tensor, (0, 0, 0, missing) if is_a else (0, missing))
+    return F.pad(tensor, (0, 0, 0, missing) if name.endswith(A) else (0, missing))
+
+
+def _rank_of(name: str, tensor: Tensor) -> int:
+    return tensor.shape[0 if name.endswith(A) else 1]
 
 
 def adapted_leaves(names: Iterable[str]) -> tuple[str, ...]:

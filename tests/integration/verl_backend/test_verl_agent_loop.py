@@ -30,7 +30,7 @@ class Client:
     address = "here"
 
     async def generate(self, **_: Any) -> Any:
-        return SimpleNamespace(token_ids=[1, 2, 3])
+        return SimpleNamespace(token_ids=[1, 2, 3], extra_fields={})
 
 
 ASKED: list[Any] = []
@@ -49,7 +49,7 @@ def run(
         ASKED.append(sampling_params)
         await self.server_manager.generate(prompt_ids=[5])
         assert self.server_manager.address == "here"
-        return SimpleNamespace(response_ids=response, response_mask=mask)
+        return SimpleNamespace(response_ids=response, response_mask=mask, extra_fields={})
 
     monkeypatch.setattr(SingleTurnAgentLoop, "run", verls)
     loop = object.__new__(PlainSingleTurnAgentLoop)

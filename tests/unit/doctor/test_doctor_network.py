@@ -104,7 +104,7 @@ def test_shipped_configs_are_examined_without_a_network(
 def test_every_model_of_a_shipped_config_is_carried() -> None:
     shipped = [load_config([f"config={name}"]) for name in available_configs()]
     paths = {config.model.path for config in shipped if not config.model.path.startswith("models/")}
-    assert len(paths) == 5 and all(hub.carried_config(path) for path in paths)
+    assert len(paths) == 6 and all(hub.carried_config(path) for path in paths)
     assert hub.carried_config("Qwen/../Qwen3-8B") is hub.carried_config("you/Qwen3-8B") is None
     base, instruct = (hub.carried_config(f"Qwen/Qwen3-8B{suffix}") for suffix in ("-Base", ""))
     assert (

@@ -38,7 +38,7 @@ def layers() -> dict[str, tuple[int, int]]:
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         config = yaml.safe_load(path.read_text())
         name = config["model"]["path"].rpartition("/")[2].removesuffix("-Base")
-        if (MODELS / name).is_dir() and config["quant"]["group_size"] in GROUPS:
+        if (MODELS / name).is_dir() and config["quant"].get("group_size") in GROUPS:
             linears = find_model(name).size.block_linears(0)
             dense = {
                 linear.rpartition(".")[2]: shape

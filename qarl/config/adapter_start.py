@@ -21,6 +21,9 @@ CONFIG_FILE = "adapter_config.json"
 """peft's name for the file of an adapter's settings."""
 _PLAIN = "QaRL and vLLM add the product of A and B, times one factor, to the output of a linear"
 _CHANGED_BASE = "it was made on a base whose weights peft has changed, and which no file has"
+_WITHOUT_FOLDER = (
+    "a run that has a checkpoint resumes without it: config=RUN/config.yaml lora.path=null"
+)
 _KEPT_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base as it is."""
 _WITHOUT_EFFECT = frozenset(
@@ -103,7 +106,7 @@ def _read(path: str) -> Mapping[str, Any]:
         "give a folder that peft's save_pretrained has written, or the folder adapter/ of an export"
     )
     if not folder.is_dir():
-        raise _bad(f"there is no folder {path}", fix)
+        raise _bad(f"there is no folder {path}", f"{fix}; {_WITHOUT_FOLDER}")
     if not file.is_file():
         inner = next(iter(sorted(folder.glob(f"*/{CONFIG_FILE}"))), None)
         fix = f"write lora.path={inner.parent}" if inner is not None else fix

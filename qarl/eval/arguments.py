@@ -175,7 +175,8 @@ def settings_of(request: EvalRequest) -> Settings:
         )
     if is_run:
         note_unfinished(request.model)
-    arguments = [f"config={request.model / 'config.yaml'}", *request.overrides]
+    # What is scored is in checkpoint and export, so the adapter that the run began from need not be there any more.
+    arguments = [f"config={request.model / 'config.yaml'}", "lora.path=null", *request.overrides]
     config = load_config(arguments) if is_run else None
     if config and request.apply_chat_template_kwargs is not None:
         variables = {"apply_chat_template_kwargs": request.apply_chat_template_kwargs}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 from config_problems import MINIMAL
 
+from qarl.config import load_config, write_resolved
+from qarl.config.errors import ConfigError
 from qarl.errors import UserError
 from qarl.eval.arguments import EvalRequest, check_files, settings_of
 
@@ -20,6 +24,7 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in (RUN, Path("model")):
         folder.mkdir(parents=True)
     (RUN / "config.yaml").write_text(MINIMAL)
+    Path("minimal.yaml").write_text(MINIMAL)
     Path("model/config.json").write_text("{}")
     Path("here.jsonl").touch()
 
@@ -131,3 +136,22 @@ def test_plugins_and_the_environment_that_were_moved_can_be_named() -> None:
     assert config.rollout.environment == "new.py:answer"
     of_model = EvalRequest(Path("model"), files="here.jsonl", plugins="new.py")
     assert "give runs/NAME" in str(refusal(of_model).fix)
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["gone", "changed"])
+def test_a_run_is_scored_without_the_adapter_that_it_began_from(left: bool) -> None:
+    start = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    Path("start").mkdir()
+    file = Path("start/adapter_config.json")
+    file.write_text(json.dumps(start))
+    run = load_config(["config=minimal.yaml", "lora.path=start"])
+    write_resolved(run, RUN / "config.yaml")
+    file.write_text(json.dumps(start | {"r": 4})) if left else shutil.rmtree("start")
+    config = settings_of(EvalRequest(RUN, files="here.jsonl")).config
+    assert config is not None
+    assert config.lora == run.lora.model_copy(update={"path": None})
+    with pytest.raises(ConfigError) as error:
+        load_config([f"config={RUN}/config.yaml"])
+    assert "lora.path=null" in error.value.problems[0].fix
+    resumed = load_config([f"config={RUN}/config.yaml", "lora.path=null"])
+    assert resumed.lora == config.lora

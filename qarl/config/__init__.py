@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from qarl.config.actor import ActorConfig as ActorConfig
 from qarl.config.errors import ConfigError, Problem, from_pydantic, key_by_key, key_of
+from qarl.config.lora import with_start
 from qarl.config.optim import OptimConfig as OptimConfig
 from qarl.config.read_config import read_arguments, with_home
 from qarl.config.schema import Config, check_together, default_values, flat_values, sections
@@ -92,6 +93,7 @@ def _build(
 ) -> Config:
     # If a section is missing, its required keys are still reported one by one.
     filled = {**{name: {} for name in sections()}, **with_home(values)}
+    filled["lora"] = with_start(filled["lora"])
     load_plugins(_plugin_names(filled))
     for key in dropped(flat_values(filled, set()), default_values(), sources):
         section, _, child = key.rpartition(".")

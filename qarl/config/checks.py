@@ -19,6 +19,7 @@ from qarl.config.adapter_start import start_of
 from qarl.config.errors import Problem, bad, items
 from qarl.config.ignored_layers import is_ignored
 from qarl.config.level import Level
+from qarl.config.lora import ALL_LINEAR
 from qarl.config.objectives import get_objective
 from qarl.config.optimizers import get_optimizer
 from qarl.config.unused_keys import STEPS, WARMUP, warmup_exceeds
@@ -333,9 +334,13 @@ def the_start_is_as_the_config_says(v: Values) -> Problems:
     start = start_of(path)
     found = {"r": start.r, "alpha": start.alpha, "target_modules": list(start.targets)}
     for key, value in found.items():
-        if v[f"lora.{key}"] != value:
-            reason = f"the adapter in {path} has {key}={value}"
-            yield bad(v, f"lora.{key}", reason, f"remove lora.{key}, or lora.path")
+        given = v[f"lora.{key}"]
+        of_targets = key == "target_modules"
+        if given == value or (of_targets and set(items(given)) == set(start.targets)):
+            continue  # the order of targets decides nothing
+        reason = f"the adapter in {path} has {key}={value}"
+        free = f"[{ALL_LINEAR}]" if of_targets else "null"
+        yield bad(v, f"lora.{key}", reason, f"set lora.{key}={free}, or lora.path=null")
 
 
 def adapters_are_served(v: Values) -> Problems:

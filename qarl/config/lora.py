@@ -70,6 +70,21 @@ def is_target(name: str, targets: Sequence[str]) -> bool:
     )
 
 
+def with_start(values: Any) -> Any:
+    """Return the section `lora` with `r`, `alpha` and `target_modules` of the adapter of `path`. What is given stays,
+    for the checks to compare."""
+    path = values.get("path") if isinstance(values, Mapping) else None
+    if not isinstance(path, str) or not path:
+        return values
+    try:
+        start = start_of(path)
+    except PydanticCustomError:  # that of the field
+        return values
+    found = {"r": start.r, "alpha": start.alpha, "target_modules": list(start.targets)}
+    given = {key: value for key, value in values.items() if value not in _NOT_CHOSEN}
+    return {**found, **given}
+
+
 class LoraConfig(Section):
     """Adapters (LoRA) on a frozen base: only two small matrices per linear are trained and published.
 
@@ -114,17 +129,7 @@ class LoraConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _begin_from_path(cls, values: Any) -> Any:
-        """Fill `r`, `alpha` and `target_modules` from the adapter of `path`. Checks compare what is given."""
-        path = values.get("path") if isinstance(values, Mapping) else None
-        if not isinstance(path, str) or not path:
-            return values
-        try:
-            start = start_of(path)
-        except PydanticCustomError:  # that of the field
-            return values
-        found = {"r": start.r, "alpha": start.alpha, "target_modules": list(start.targets)}
-        given = {key: value for key, value in values.items() if value not in _NOT_CHOSEN}
-        return {**found, **given}
+        return with_start(values)
 
     @field_validator("path")
     @classmethod

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from qarl.checks.registry import _adapters
 from qarl.config import load_config
+from qarl.config.errors import ConfigError
 from qarl.config.lora import CONFIG_FILE, LoraConfig
 from qarl.errors import UserError
 from qarl.lora.adapter import WEIGHTS_FILE, write_adapter
@@ -136,6 +137,25 @@ def test_the_config_has_the_settings_of_the_adapter(folder: Path, saved):
     for other in ("lora.r=4", "lora.alpha=8", "lora.target_modules=[q_proj]"):
         problem = override_problem(f"lora.path={saved}", other)
         assert problem.key in other and "the adapter in" in problem.reason
+        fixed = problem.fix.removeprefix("set ").partition(", or")[0]
+        assert load_config(["config=minimal.yaml", f"lora.path={saved}", fixed]).lora == lora
+
+
+def test_the_order_of_targets_decides_nothing(folder: Path, saved):
+    backwards = sorted(TARGETS, reverse=True)
+    assert backwards != sorted(TARGETS)
+    keys = [f"lora.path={saved}", f"lora.target_modules=[{', '.join(backwards)}]"]
+    assert load_config(["config=minimal.yaml", *keys]).lora.target_modules == backwards
+
+
+def test_a_mistake_elsewhere_is_the_only_problem(folder: Path, saved):
+    keys = ["config=minimal.yaml", f"lora.path={saved}", "rollout.n=many"]
+    with pytest.raises(ConfigError) as error:
+        load_config(keys)
+    assert [problem.key for problem in error.value.problems] == ["rollout.n"]
+    with pytest.raises(ConfigError) as error:
+        load_config([*keys, "lora.r=4"])
+    assert [problem.key for problem in error.value.problems] == ["rollout.n", "lora.r"]
 
 
 @pytest.mark.parametrize(

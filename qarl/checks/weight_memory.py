@@ -40,6 +40,7 @@ from qarl.checks.memory_parts import (
     scheme_of,
 )
 from qarl.checks.model_size import ModelSize, Shape
+from qarl.config.checks import has_reference_in_verl
 from qarl.config.level import Level
 from qarl.config.optimizers import OTHER_STATE_BYTES, get_optimizer
 from qarl.schemes import UNQUANTIZED, Scheme
@@ -264,9 +265,9 @@ def on_host(size: ModelSize, config: Config, offload: bool) -> list[Part]:
 
 def has_reference(config: Config) -> bool:
     """Return whether the run has a reference policy, whose weights are those of `model.path`."""
-    keys = ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward")
-    in_verl = any(config.verl.get(plus + key) for key in keys for plus in ("", "+"))
-    return in_verl if config.backend == "verl" else config.actor.use_kl_loss
+    if config.backend == "verl":
+        return has_reference_in_verl(config.verl)
+    return config.actor.use_kl_loss
 
 
 def reference(

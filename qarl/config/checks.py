@@ -28,12 +28,21 @@ from qarl.schemes.kernel_choice import KernelChoice
 
 Values = Mapping[str, Any]
 Problems = Iterator[Problem]
+VERLS_KL_KEYS = ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward")
+"""Keys of the section `verl` that need a reference policy."""
 LEAST_TOP_P = 0.01
 LEAST_TEMPERATURE = 0.05
 """Below them sampling is greedy but for rare ties. A model can be less sure than that of single tokens."""
 _BYPASS, _IS, _RS = (
     f"rollout_correction.{name}" for name in ("bypass_mode", "rollout_is", "rollout_rs")
 )
+
+
+def has_reference_in_verl(verl: Any) -> bool:
+    """Return whether the section `verl` asks for a reference policy."""
+    if not isinstance(verl, Mapping):
+        return False
+    return any(verl.get(plus + key) for key in VERLS_KL_KEYS for plus in ("", "+"))
 
 
 def check(values: Values) -> list[Problem]:
@@ -343,6 +352,15 @@ def the_start_is_as_the_config_says(v: Values) -> Problems:
         yield bad(v, f"lora.{key}", reason, f"set lora.{key}={free}, or lora.path=null")
 
 
+def verls_reference_has_no_start(v: Values) -> Problems:
+    """verl's reference is the BF16 model of `model.path`, whatever adapter the run begins from."""
+    asked = has_reference_in_verl(v["verl"])
+    if v["lora.path"] and v["backend"] == "verl" and (asked or v["actor.use_kl_loss"]):
+        reason = "the reference of verl's KL term is the base without the adapter, so the term would pull the policy "
+        fix = "remove the KL term, or set backend=local, whose reference has the adapter"
+        yield bad(v, "lora.path", f"{reason}away from its start", fix)
+
+
 def adapters_are_served(v: Values) -> Problems:
     """Adapters need an engine without tensor parallelism, and a quantized base that the trainer multiplies by, too."""
     rank = v["lora.r"]
@@ -404,6 +422,7 @@ _CHECKS: tuple[Callable[[Values], Problems], ...] = (
     fp16_is_unquantized,
     bf16_masters_are_rounded,
     the_start_is_as_the_config_says,
+    verls_reference_has_no_start,
     adapters_are_served,
     *response_checks.CHECKS,
     *staleness_checks.CHECKS,

@@ -150,8 +150,16 @@ def check_args(args: Any, arguments: dict[str, Any]) -> None:
             )
 
 
-def check_adapter_args(args: QaRLConfig) -> None:
-    """Raise UserError for settings that do not go with `peft_config`."""
+def check_adapter_args(args: QaRLConfig, *, begun: bool = False) -> None:
+    """Raise UserError for settings that do not go with `peft_config`. `begun`: the model is a `PeftModel`, with whose
+    adapter the run begins."""
+    if begun and args.beta:
+        raise UserError(
+            f"QaRLTrainer does not support beta={args.beta!r} with a PeftModel",
+            where="beta",
+            why="TRL's reference is the base alone, so the KL term would pull the policy away from its adapter",
+            fix="set beta=0.0; backend=local of `qarl train` has a reference with the adapter (docs/do/lora.md)",
+        )
     kwargs = args.gradient_checkpointing_kwargs or {}
     reentrant = bool(args.gradient_checkpointing and kwargs.get("use_reentrant"))
     frozen = "the embeddings are frozen, so no gradient would reach the adapters"

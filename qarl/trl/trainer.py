@@ -103,7 +103,7 @@ class QaRLTrainer(GRPOTrainer):
         start = TemporaryDirectory()
         model, lora = base_and_section(model, arguments.pop("peft_config", None), start.name)
         if lora:
-            check_adapter_args(args)
+            check_adapter_args(args, begun="path" in lora)
         folder = model_folder(model)
         how: dict[str, Any] = {"lora": lora, "environment": given.spec}
         self.run = run_config(args, folder, max_prompt_length=1, **how)

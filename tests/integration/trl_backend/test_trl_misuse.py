@@ -256,6 +256,14 @@ def test_a_model_with_an_adapter_of_peft_and_a_second_is_refused(
         build(wrapped(rank_pattern={"q_proj": 4}), tmp_path)
 
 
+def test_a_kl_term_with_an_adapter_to_begin_from_is_refused(model: Path, tmp_path: Path) -> None:
+    """TRL loads the reference from the base's folder, without the adapter."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16")
+    begun = get_peft_model(base, LoraConfig(**LORA))
+    with pytest.raises(UserError, match="beta=0.04 with a PeftModel"):
+        build(begun, tmp_path, loss_type="dapo", beta=0.04)
+
+
 BEST = {
     "load_best_model_at_end": True,
     "save_strategy": "steps",

@@ -158,6 +158,12 @@ def test_a_mistake_elsewhere_is_the_only_problem(folder: Path, saved):
     assert [problem.key for problem in error.value.problems] == ["rollout.n", "lora.r"]
 
 
+def test_verl_has_no_reference_with_the_adapter(folder: Path, saved):
+    keys = ["backend=verl", "verl.actor_rollout_ref.actor.use_kl_loss=true"]
+    problem = override_problem(f"lora.path={saved}", *keys)
+    assert "without the adapter" in problem.reason and "backend=local" in problem.fix
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -43,7 +43,9 @@ def base_and_section(model: Any, peft_config: Any, folder: str) -> tuple[Any, di
             fix="pass a PeftModel with one adapter and no peft_config, or the base and peft_config=LoraConfig(...)",
         )
     model.save_pretrained(folder)
-    return model.unload(), {"path": folder}
+    # peft writes an adapter of another name into a folder of that name.
+    path = folder if names == "default" else str(Path(folder) / names)
+    return model.unload(), {"path": path}
 
 
 def lora_section(peft_config: Any) -> dict[str, Any]:

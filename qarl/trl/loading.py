@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from qarl.checks.published_base import is_quantized
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.lora.layers import Adapters
@@ -29,6 +30,23 @@ def model_folder(model: str | PreTrainedModel) -> str:
     return str(folder)
 
 
+def quantized_already() -> UserError:
+    """Return the error for a model with codes, which QaRL's own trainer takes as the base of adapters."""
+    return UserError(
+        "the model is quantized already",
+        where="model",
+        why="QaRLTrainer quantizes BF16 weights itself, and adapters on codes were never tried under TRL",
+        fix="load the original BF16 checkpoint; quant_scheme says how training quantizes it; adapters on codes are "
+        "trained by `qarl train` (docs/do/lora.md)",
+    )
+
+
+def check_unquantized(model: str | PreTrainedModel, hf_config: Any) -> None:
+    """Raise UserError if the model, or the checkpoint with `hf_config` that the engine reads, is quantized already."""
+    if getattr(model, "is_quantized", False) or is_quantized(hf_config):
+        raise quantized_already()
+
+
 def load_policy(model: str | PreTrainedModel, config: Config) -> Policy:
     """Return the quantized policy. A model that is already loaded is quantized in place.
 
@@ -38,12 +56,7 @@ def load_policy(model: str | PreTrainedModel, config: Config) -> Policy:
     if isinstance(model, str):
         return Policy.load(config)
     if getattr(model, "is_quantized", False):
-        raise UserError(
-            "the model is quantized already",
-            where="model",
-            why="training updates BF16 weights and quantizes them itself",
-            fix="load the original BF16 checkpoint; quant_scheme says how training quantizes it",
-        )
+        raise quantized_already()
     if model.dtype != torch.bfloat16:
         why = "vLLM computes in BF16, and the trainer must round in the same way"
         fix = "load it with dtype=torch.bfloat16, or pass its folder; the optimizer keeps FP32 copies of the weights"

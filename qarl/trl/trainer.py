@@ -30,6 +30,7 @@ from trl import GRPOTrainer
 from qarl.checkpoint.storage import write_json
 from qarl.checks.bands import narrow_bands
 from qarl.checks.model import level_notes
+from qarl.checks.model_folder import load_hf_config
 from qarl.checks.registry import make_checks
 from qarl.console import note
 from qarl.errors import UserError
@@ -55,7 +56,7 @@ from qarl.trl.checks import (
     settings_of,
 )
 from qarl.trl.config import QaRLConfig, in_trls_words, run_config, trls_words
-from qarl.trl.loading import load_policy, model_folder, quantized
+from qarl.trl.loading import check_unquantized, load_policy, model_folder, quantized
 from qarl.trl.log_probs import as_batch, log_probs_of_rows, sampled_mask
 from qarl.trl.metrics import StepMetrics
 from qarl.trl.optimizer import MasterAdamW
@@ -107,6 +108,8 @@ class QaRLTrainer(GRPOTrainer):
         folder = model_folder(model)
         how: dict[str, Any] = {"lora": lora, "environment": given.spec}
         self.run = run_config(args, folder, max_prompt_length=1, **how)
+        path, trusted = self.run.model.path, self.run.model.trust_remote_code
+        check_unquantized(model, in_trls_words(lambda: load_hf_config(path, trusted)))
         answers = given.answers(self.run)
         tokenizer = (
             processing_class or in_trls_words(lambda: make_checks(self.run, data=False)).tokenizer

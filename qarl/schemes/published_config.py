@@ -65,7 +65,7 @@ def published_scheme(config: Mapping[str, Any]) -> Scheme:
         ("sparsity_config", "sparse weights have another layout"),
         ("transform_config", "its forward also rotates activations"),
     ):
-        if config.get(key):
+        if config.get(key) and not _is_dense(config[key]):
             raise _refused(f"{key} is not supported", why, _LLM_COMPRESSOR.format(preset=_PRESETS))
     try:
         parsed = QuantizationConfig.model_validate(dict(config))
@@ -78,6 +78,11 @@ def published_scheme(config: Mapping[str, Any]) -> Scheme:
             f"{problem[0]} is not supported", problem[1], _LLM_COMPRESSOR.format(preset=_PRESETS)
         )
     return _scheme(parsed)
+
+
+def _is_dense(keys: Any) -> bool:
+    """Return whether a `sparsity_config` says that nothing is sparse, as older versions of llm-compressor write it."""
+    return isinstance(keys, Mapping) and keys.get("format") == "dense"
 
 
 def _refused(what: str, why: str, fix: str) -> UserError:

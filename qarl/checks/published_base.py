@@ -61,11 +61,14 @@ def check_quantized(config: Config, hf_config: Any) -> None:
     where = "model.path: quantization_config in its config.json"
     if not config.lora.r:
         whole = _unquantized(Path(config.model.path))
+        fix = f"{whole}; quant.scheme says how training quantizes it"
+        if _takes_adapters(config, hf_config, keys):
+            fix += ". Or train adapters on this one: lora.r=8"
         raise UserError(
             what,
             where=where,
             why="training updates BF16 master weights and quantizes them itself, and codes have none",
-            fix=f"{whole}; quant.scheme says how training quantizes it. Or train adapters on this one: lora.r=8",
+            fix=fix,
         )
     scheme = published_scheme(keys)
     if config.backend == "verl":
@@ -83,6 +86,17 @@ def check_quantized(config: Config, hf_config: Any) -> None:
             fix="give the original BF16 checkpoint",
         )
     _check_scheme(config, scheme)
+
+
+def _takes_adapters(config: Config, hf_config: Any, keys: Mapping[str, Any]) -> bool:
+    """Return whether the quantized model with `keys` could be the base of adapters in this backend."""
+    if config.backend == "verl" or experts_of(hf_config):
+        return False
+    try:
+        published_scheme(keys)
+    except UserError:
+        return False
+    return True
 
 
 def _unquantized(folder: Path) -> str:

@@ -19,6 +19,7 @@ from qarl.checks.model_folder import load_hf_config
 from qarl.checks.published_base import (
     base_of,
     check_quantized,
+    quantization_of,
     unquantized_config,
 )
 from qarl.config import Config, load_config
@@ -176,6 +177,19 @@ def test_training_all_weights_of_codes_is_refused(made):
     with pytest.raises(UserError, match="already quantized") as error:
         check_quantized(config, load_hf_config(str(folder)))
     assert "lora.r=8" in str(error.value.fix) and "BF16 checkpoint" in str(error.value.fix)
+
+
+@pytest.mark.parametrize(
+    ("method", "more"), [("gptq", []), ("compressed-tensors", ["backend=verl"])], ids=str
+)
+def test_adapters_are_no_advice_for_codes_that_they_cannot_have(made, method, more):
+    folder = made("W8A8, int8 channels")
+    hf_config = load_hf_config(str(folder))
+    hf_config.quantization_config = {**quantization_of(hf_config), "quant_method": method}
+    keys = ["config=quickstart.yaml", f"model.path={folder}", "quant.scheme=w8a8", *more]
+    with pytest.raises(UserError, match="already quantized") as error:
+        check_quantized(load_config(keys), hf_config)
+    assert "lora" not in str(error.value.fix) and "BF16 checkpoint" in str(error.value.fix)
 
 
 def test_verl_refuses_the_base_before_ray_starts(made):

@@ -46,11 +46,13 @@ class PublishedBase:
 
     scheme    that of the quantized linears
     linears   their names
+    folder    that of the files, which for a name on the Hub is its snapshot
     """
 
     def __init__(self, files: Sequence[Path], model: nn.Module, scheme: Scheme) -> None:
         """Raise UserError if tensors are missing, unknown, or have other shapes than `scheme` gives them."""
         self._files = list(files)
+        self.folder = self._files[0].parent
         self.scheme = scheme
         self._shapes = linear_shapes(model)
         second_names = tied_names(model)
@@ -133,7 +135,7 @@ class PublishedBase:
         more = f"; and {len(problems) - 6} more" if problems[6:] else ""
         return UserError(
             f"the quantized checkpoint does not fit: {len(problems)} of its tensors",
-            where=f"model.path: {self._files[0].parent}: {'; '.join(problems[:6])}{more}",
+            where=f"model.path: {self.folder}: {'; '.join(problems[:6])}{more}",
             why=f"its config.json says {self.scheme.name}"
             + (f" in groups of {self.scheme.group_size}" if self.scheme.group_size else ""),
             fix="give all files of one checkpoint, as compressed-tensors or llm-compressor writes them",

@@ -8,7 +8,6 @@ and the codes go to the low-bit layers (`qarl.quant.published`).
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,10 +101,10 @@ def _quantized(config: Config, hf_config: Any) -> tuple[Any, Codes]:
         name: QuantizedTensor.of(base.scheme, base.shape(name), tensors)
         for name, tensors in wire.items()
     }
-    if (Path(config.model.path) / "generation_config.json").is_file():
+    if (base.folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
-        model.generation_config = GenerationConfig.from_pretrained(config.model.path)
+        model.generation_config = GenerationConfig.from_pretrained(base.folder)
     return model, codes
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from random_models import save_random_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.proofs.published_bases import CASES, make, settings
 from qarl.checkpoint.model_files import weight_files
@@ -29,6 +29,7 @@ from qarl.quant.meta_model import meta_model
 from qarl.quant.published import PublishedBase
 from qarl.rollout.publish.manifest import TensorSpec, expected_manifest
 from qarl.schemes.published_config import published_scheme
+from qarl.trainer.load_weights import load_weights
 from qarl.trainer.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
@@ -279,3 +280,15 @@ def test_a_sparsity_config_that_says_dense_loads(made):
     keys = json.loads((folder / "config.json").read_text())["quantization_config"]
     dense = {"format": "dense", "sparsity_structure": "unstructured", "global_sparsity": 0.1}
     assert published_scheme(keys | {"sparsity_config": dense}) == published_scheme(keys)
+
+
+def test_a_name_on_the_hub_has_the_generation_config_of_its_snapshot(made, tmp_path, monkeypatch):
+    name = "W8A8, int8 channels"
+    snapshot = changed(made(name), tmp_path / "snapshot", lambda t: None)
+    GenerationConfig(max_new_tokens=17).save_pretrained(snapshot)
+    hf_config = load_hf_config(str(snapshot))
+    config = run_of(snapshot, name)
+    of_hub = config.model.model_copy(update={"path": "somebody/of-the-hub"})
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(snapshot))
+    model, _ = load_weights(config.model_copy(update={"model": of_hub}), hf_config)
+    assert model.generation_config.max_new_tokens == 17

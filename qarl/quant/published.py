@@ -112,7 +112,7 @@ class PublishedBase:
             problems += [
                 f"{owner}.{leaf} is missing"
                 for leaf in leaves
-                if leaf != "weight_shape" and f"{owner}.{leaf}" not in self._stored
+                if f"{owner}.{leaf}" not in self._stored
             ]
         if problems:
             raise self._misfit(problems)

@@ -218,6 +218,7 @@ Q = "model.layers.1.self_attn.q_proj"
     ("change", "words"),
     [
         (lambda t: t.pop(f"{Q}.weight_packed"), f"{Q}.weight_packed is missing"),
+        (lambda t: t.pop(f"{Q}.weight_shape"), f"{Q}.weight_shape is missing"),
         (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
         (
             lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"][:, :2].clone()}),
@@ -229,7 +230,7 @@ Q = "model.layers.1.self_attn.q_proj"
         (lambda t: t.update({"model.x.weight": torch.zeros(2)}), "no tensor of the model"),
         (lambda t: t.update({"model.x.weight_scale": torch.zeros(2)}), "no linear of the model"),
     ],
-    ids=["codes", "norm", "groups", "g_idx", "zero points", "both", "unknown", "unknown linear"],
+    ids=["codes", "shape", "norm", "groups", "g_idx", "zero points", "both", "unknown", "unknown linear"],
 )
 def test_files_that_do_not_fit_are_told_by_their_tensors(made, tmp_path, change, words):
     name = "W4A16, groups of 32"

@@ -33,7 +33,7 @@ from qarl.checkpoint.resumable import open_checkpoint, tensor_digest
 from qarl.config.lora import ALL_LINEAR, FOLDER
 from qarl.errors import UserError
 from qarl.lora.adapter import PREFIX, WEIGHTS_FILE, A, Adapter, peft_targets, read_adapter
-from qarl.quant.meta_model import meta_model
+from qarl.quant.meta_model import meta_model, unquantized_config
 from qarl.quant.published import PublishedBase
 from qarl.rollout.vllm_plugin import experts_of
 from qarl.schemes import Scheme, get_scheme
@@ -89,7 +89,9 @@ def export_adapter(trained: Trained, output: Path, format: str, trust_remote_cod
     base = _local(path)
     files = ModelFiles.from_folder(base, trust_remote_code=trust_remote_code)
     linears = linears_of(base, scheme, quant["ignore"], trust_remote_code=trust_remote_code)
-    tensors = _as_recorded(_base_tensors(base, scheme, linears, files), trained.published, path)
+    tensors = _as_recorded(
+        _base_tensors(base, scheme, linears, files, trust_remote_code), trained.published, path
+    )
     adapter = trained.adapter
     save_model(output, files, tensors, scheme=scheme, ignore=quant["ignore"], adapter=adapter)
     what = f"the base, {scheme.name}, and in {FOLDER}/ the adapter, r={adapter.r}, {adapter.nbytes / 1e6:.4g} MB"
@@ -98,11 +100,16 @@ def export_adapter(trained: Trained, output: Path, format: str, trust_remote_cod
 
 
 def _base_tensors(
-    base: Path, scheme: Scheme, linears: Collection[str], files: ModelFiles
+    base: Path,
+    scheme: Scheme,
+    linears: Collection[str],
+    files: ModelFiles,
+    trust_remote_code: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the base in a folder as the run has published them. One that is quantized stays as it is."""
     if getattr(files.config, "quantization_config", None):
-        yield from PublishedBase(weight_files(base), meta_model(files.config), scheme).tensors()
+        model = meta_model(unquantized_config(files.config), trust_remote_code=trust_remote_code)
+        yield from PublishedBase(weight_files(base), model, scheme).tensors()
         return
     rounded = ((name, tensor.bfloat16()) for name, tensor in read_tensors(base))
     yield from packed(rounded, scheme, linears)

@@ -6,7 +6,6 @@ so that a run's config says what is trained. A difference is an error that gives
 
 from __future__ import annotations
 
-import copy
 import json
 import shlex
 from collections.abc import Mapping
@@ -42,14 +41,6 @@ def quantization_of(hf_config: Any) -> Mapping[str, Any] | None:
 
 def is_quantized(hf_config: Any) -> bool:
     return quantization_of(hf_config) is not None
-
-
-def unquantized_config(hf_config: Any) -> Any:
-    """Return a copy of a model's config without its quantization."""
-    plain = copy.deepcopy(hf_config)
-    if hasattr(plain, "quantization_config"):
-        del plain.quantization_config
-    return plain
 
 
 def check_quantized(config: Config, hf_config: Any) -> None:

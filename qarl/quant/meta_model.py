@@ -35,6 +35,14 @@ def default_dtype_kept() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def unquantized_config(hf_config: Any) -> Any:
+    """Return a copy of a model's config without its quantization."""
+    plain = copy.deepcopy(hf_config)
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    return plain
+
+
 def meta_model(
     hf_config: Any, *, trust_remote_code: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> nn.Module:

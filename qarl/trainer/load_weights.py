@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from qarl.checks.model_folder import cannot_load, lacks_tensors, loading_options
-from qarl.checks.published_base import base_of, is_quantized, unquantized_config
+from qarl.checks.published_base import base_of, is_quantized
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept
+from qarl.quant.meta_model import TORCH_DTYPES, default_dtype_kept, unquantized_config
 from qarl.quant.published import split_wire
 from qarl.quant.quantize import QuantizedTensor
 

@@ -14,18 +14,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.proofs.published_bases import CASES, make, settings
-from qarl.checkpoint.model_files import weight_files
+from qarl.checkpoint import export_adapter
+from qarl.checkpoint.model_files import ModelFiles, weight_files
 from qarl.checks.model_folder import load_hf_config
 from qarl.checks.published_base import (
     base_of,
     check_quantized,
     quantization_of,
-    unquantized_config,
 )
 from qarl.config import Config, load_config
 from qarl.errors import UserError
 from qarl.quant.linear import QuantLinear
-from qarl.quant.meta_model import meta_model
+from qarl.quant.meta_model import meta_model, unquantized_config
 from qarl.quant.published import PublishedBase
 from qarl.rollout.publish.manifest import TensorSpec, expected_manifest
 from qarl.schemes.published_config import published_scheme
@@ -230,7 +230,17 @@ Q = "model.layers.1.self_attn.q_proj"
         (lambda t: t.update({"model.x.weight": torch.zeros(2)}), "no tensor of the model"),
         (lambda t: t.update({"model.x.weight_scale": torch.zeros(2)}), "no linear of the model"),
     ],
-    ids=["codes", "shape", "norm", "groups", "g_idx", "zero points", "both", "unknown", "unknown linear"],
+    ids=[
+        "codes",
+        "shape",
+        "norm",
+        "groups",
+        "g_idx",
+        "zero points",
+        "both",
+        "unknown",
+        "unknown linear",
+    ],
 )
 def test_files_that_do_not_fit_are_told_by_their_tensors(made, tmp_path, change, words):
     name = "W4A16, groups of 32"
@@ -293,3 +303,23 @@ def test_a_name_on_the_hub_has_the_generation_config_of_its_snapshot(made, tmp_p
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(snapshot))
     model, _ = load_weights(config.model_copy(update={"model": of_hub}), hf_config)
     assert model.generation_config.max_new_tokens == 17
+
+
+def test_an_export_builds_the_model_of_the_base_as_the_run_does(made, monkeypatch):
+    """A model with code of its own needs the permission, and its class must not see the quantization."""
+    name = "W8A8, int8 channels"
+    folder = made(name)
+    built = list[tuple[Any, bool]]()
+
+    def recorded(hf_config: Any, *, trust_remote_code: bool = False) -> Any:
+        built.append((hf_config, trust_remote_code))
+        return meta_model(hf_config, trust_remote_code=trust_remote_code)
+
+    monkeypatch.setattr(export_adapter, "meta_model", recorded)
+    files = ModelFiles.from_folder(folder)
+    scheme = published_scheme(quantization_of(files.config))
+    tensors = export_adapter._base_tensors(folder, scheme, (), files, True)
+    theirs = base(folder, run_of(folder, name)).tensors()
+    assert {name for name, _ in tensors} == {name for name, _ in theirs}
+    ((hf_config, trusted),) = built
+    assert trusted and not hasattr(hf_config, "quantization_config")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import pickle
 import shutil
 from pathlib import Path
@@ -255,25 +254,6 @@ def test_a_model_with_an_adapter_of_peft_and_a_second_is_refused(
         build(two, tmp_path)
     with pytest.raises(UserError, match="rank_pattern"):
         build(wrapped(rank_pattern={"q_proj": 4}), tmp_path)
-
-
-def test_a_kl_term_with_an_adapter_to_begin_from_is_refused(model: Path, tmp_path: Path) -> None:
-    """TRL loads the reference from the base's folder, without the adapter."""
-    base = AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16")
-    begun = get_peft_model(base, LoraConfig(**LORA))
-    with pytest.raises(UserError, match=r"beta=0\.04 with a PeftModel"):
-        build(begun, tmp_path, loss_type="dapo", beta=0.04)
-
-
-@pytest.mark.parametrize("peft_config", [None, LoraConfig(**LORA)], ids=["all weights", "lora"])
-def test_a_base_with_codes_is_refused(model: Path, tmp_path: Path, peft_config: Any) -> None:
-    folder = shutil.copytree(model, tmp_path / "codes")
-    config = json.loads((folder / "config.json").read_text())
-    quantization = {"quant_method": "compressed-tensors", "config_groups": {}}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    with pytest.raises(UserError, match="is quantized already") as error:
-        build(folder, tmp_path, arguments={"peft_config": peft_config})
-    assert "BF16 checkpoint" in str(error.value.fix) and "never tried" in str(error.value.why)
 
 
 BEST = {

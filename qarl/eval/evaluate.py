@@ -62,8 +62,11 @@ def evaluate(request: EvalRequest, settings: Settings) -> str:
         key = (error.where or "").partition("=")[0]
         if key not in _MOVED or settings.config is None:
             raise
-        fix = f"{error.fix}; or name the function where it is now: {_MOVED[key]}=NAME"
-        raise UserError(error.what, where=error.where, why=error.why, fix=fix) from error
+        named = f"name the function where it is now: {_MOVED[key]}=NAME"
+        error.fix = f"{error.fix}; or {named}" if error.fix else named
+        told = UserError(error.what, where=error.where, why=error.why, fix=error.fix)
+        error.args = told.args  # the class of the error stays
+        raise
 
 
 def _evaluated(request: EvalRequest, settings: Settings) -> str:

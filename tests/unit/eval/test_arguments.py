@@ -12,6 +12,7 @@ from config_problems import MINIMAL
 from qarl.config import load_config, write_resolved
 from qarl.config.errors import ConfigError
 from qarl.errors import UserError
+from qarl.eval import evaluate
 from qarl.eval.arguments import EvalRequest, check_files, settings_of
 
 RUN = Path("moved/best")
@@ -155,3 +156,22 @@ def test_a_run_is_scored_without_the_adapter_that_it_began_from(left: bool) -> N
     assert "lora.path=null" in error.value.problems[0].fix
     resumed = load_config([f"config={RUN}/config.yaml", "lora.path=null"])
     assert resumed.lora == config.lora
+
+
+@pytest.mark.parametrize("fix", [None, "correct it"])
+def test_the_advice_to_name_a_function_leaves_the_error_as_it_is(
+    fix: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OfAKind(UserError):
+        pass
+
+    def fail(*_: object) -> str:
+        raise OfAKind("no function", where="reward.function=old.py:f", fix=fix)
+
+    monkeypatch.setattr(evaluate, "_evaluated", fail)
+    request = EvalRequest(RUN, files="here.jsonl")
+    with pytest.raises(OfAKind) as error:
+        evaluate.evaluate(request, settings_of(request))
+    advice = "name the function where it is now: reward=NAME"
+    assert error.value.fix == (f"{fix}; or {advice}" if fix else advice)
+    assert str(error.value).endswith(f"fix: {error.value.fix}")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from ranks import RAYS, run_ranks
 from verl_runs import KWARGS, quickstart
 from verl_stale_steps import SPOILT, STEPS
@@ -14,6 +15,7 @@ from qarl.config.errors import ConfigError
 from qarl.errors import UserError
 from qarl.verl.run import verl_config
 from qarl.verl.sampler import StalePromptReplayBuffer
+from qarl.verl.separate_checks import separate_conflicts
 
 STALE: dict[str, Any] = {"trainer.staleness": 2}
 
@@ -104,6 +106,7 @@ def test_what_does_not_go_with_it_is_refused_by_name(changes: dict[str, Any], ke
 
 
 ROLLOUT = "actor_rollout_ref.rollout"
+SHARDS = "actor_rollout_ref.actor.fsdp_config"
 
 
 @pytest.mark.parametrize(
@@ -117,12 +120,30 @@ ROLLOUT = "actor_rollout_ref.rollout"
         (f"{ROLLOUT}.nnodes", 2),
         (f"{ROLLOUT}.data_parallel_size", 2),
         ("trainer.v1.sampler.custom_sampler.name", "PromptReplayBuffer"),
+        ("trainer.v1.sampler.custom_sampler.name", None),
+        (f"{ROLLOUT}.checkpoint_engine.custom_backend_module", None),
+        (f"{SHARDS}.param_offload", True),
+        (f"{SHARDS}.offload_policy", True),
+        (f"{SHARDS}.reshard_after_forward", False),
+        ("critic.enable", True),
     ],
 )
 def test_verls_keys_that_do_not_go_with_it_are_refused(key: str, value: Any) -> None:
     with pytest.raises(UserError) as caught:
         verl_config(quickstart(**STALE, verl={key: value}), on_cpu=True)
     assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(f"{SHARDS}.quant.old_log_probs", None), ("algorithm.adv_estimator", "gae")],
+)
+def test_on_verls_command_line(key: str, value: Any) -> None:
+    """Without the key the actor would take `auto`."""
+    composed = verl_config(quickstart(**STALE), on_cpu=True)
+    assert list(separate_conflicts(composed)) == []
+    OmegaConf.update(composed, key, value, force_add=True)
+    assert [conflict.key for conflict in separate_conflicts(composed)] == [key]
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,8 @@ class TrainerConfig(Section):
 
     staleness_strategy: Literal["wait", "drop"] = "wait"
     """With staleness above 0, what happens if an engine lags so much that a response would be older. `wait`: the
-    trainer waits for it. `drop`: the prompt with all its responses is dropped, and another takes its place."""
+    trainer waits for it, and with staleness of 2 or more it may still be up to 2 staleness - 1 steps old when it is
+    used. `drop`: the prompt with all its responses is dropped, and another takes its place."""
 
     test_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
     """Evaluate every test_freq steps and after the last step. With -1, backend=local evaluates only after the last

@@ -40,6 +40,16 @@ def a_response_is_one_turn(v: Values) -> Problems:
         yield bad(v, key, reason, f"remove it, or set {KEY}=0")
 
 
+def texts_that_end_a_response_are_not_interrupted(v: Values) -> Problems:
+    key = "rollout.stop"
+    if v[KEY] and v[key]:
+        reason = (
+            f"with {KEY}={v[KEY]} a publish interrupts responses, each part is a request of its own, and vLLM misses a "
+            "text that begins in one part and ends in the next"
+        )
+        yield bad(v, key, reason, f"use rollout.stop_token_ids, or set {KEY}=0")
+
+
 def old_log_probs_are_the_trainers(v: Values) -> Problems:
     key = "actor.old_log_probs"
     if v[KEY] and v[key] == "rollout":
@@ -52,5 +62,6 @@ CHECKS: tuple[Callable[[Values], Problems], ...] = (
     one_engine_is_one_device_of_one_machine,
     all_weights_are_trained,
     a_response_is_one_turn,
+    texts_that_end_a_response_are_not_interrupted,
     old_log_probs_are_the_trainers,
 )

@@ -78,14 +78,14 @@ _QuantKeys: Any = create_model("_QuantKeys", __base__=Section, **fsdp_engine_fie
 class QuantSettings(_QuantKeys):
     """The keys of QaRL's config that the actor needs (`qarl.verl.config`), and a key of verl's own command line.
 
-    `old_log_probs*` require `trainer.v1.trainer_mode=qarl_sync`. The engine's `hf_overrides` must have the same value
-    of `head_dtype`."""
+    `old_log_probs*` require `trainer.v1.trainer_mode=qarl_sync` or `qarl_separate_async`. The engine's `hf_overrides`
+    must have the same value of `head_dtype`."""
 
     publish_delta: Literal["auto", "off"] = "auto"
     """`auto`: send separate rollout workers only the words that changed since the last publish. `off`: all tensors."""
 
     staleness: int = 0
-    """QaRL's `trainer.staleness`. The actor keeps the published tensors of as many versions before its own."""
+    """QaRL's `trainer.staleness`. The actor keeps the versions that it needs (`qarl.verl.versions`)."""
 
 
 @dataclass

@@ -89,6 +89,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     """The adapters, if they are what is trained."""
     version: int | None = None
     """The version of the last publish, or None if the scheduler's count of steps is it."""
+    last_step: int | None = None
+    """Number of the run's last training step, or None if it is the optimizer's number of updates."""
     sampled_step: int | None = None
     """The step of which samples were written last."""
 

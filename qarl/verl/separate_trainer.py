@@ -54,6 +54,10 @@ class QaRLTrainerSeparate(QaRLTrainer, PPOTrainerSeparateAsync):
     def get_llm_client(self) -> Any:
         return self.standalone_server_manager.get_client(client_cls=VersionedClient)
 
+    def on_train_begin(self) -> None:
+        super().on_train_begin()
+        self.actor_rollout_wg.set_last_step(self.total_training_steps)
+
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
         self._versions = VersionStatistics()
         return super().step(metrics, timing_raw)
@@ -127,9 +131,9 @@ class QaRLTrainerSeparate(QaRLTrainer, PPOTrainerSeparateAsync):
         super()._compute_metrics(batch, metrics, *more, **named)
         seen = self._versions
         metrics |= seen.metrics()
-        metrics["mismatch/over_limit"] = 0.0
-        if not seen.delta:
+        if not seen.delta:  # nothing was compared, so nobody knows whether it is over the limit
             return
+        metrics["mismatch/over_limit"] = 0.0
         temperature = float(self.config.actor_rollout_ref.rollout.temperature)
         warning = self.actor_rollout_wg.over_limit(seen.mean_delta, seen.mean_length, temperature)[
             0

@@ -19,6 +19,7 @@ from verl.utils.device import get_device_name
 
 from qarl.quant.kept_versions import KeptVersions
 from qarl.step.limit import StepLimit
+from qarl.verl.versions import versions_to_keep
 
 _Dispatch: Any = Dispatch  # verl adds its members at run time
 
@@ -50,10 +51,15 @@ class SeparateActorWorker(DetachActorWorker):
             self._versions.keep(global_steps)
         return metrics
 
+    @register(dispatch_mode=_Dispatch.ONE_TO_ALL)
+    def set_last_step(self, step: int) -> None:
+        """Say the run's last training step. verl tells the optimizer only the number of updates."""
+        self.actor.engine.last_step = step
+
     @cached_property
     def _versions(self) -> KeptVersions:
         engine = self.actor.engine
-        return KeptVersions(engine.module, most=engine.quant.staleness + 1)
+        return KeptVersions(engine.module, most=versions_to_keep(engine.quant.staleness))
 
     @register(dispatch_mode=_Dispatch.ONE_TO_ALL)
     def use_version(self, version: int | None) -> bool:

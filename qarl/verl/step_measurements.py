@@ -145,7 +145,7 @@ def log_mini_batch(engine: Any, data: Any) -> None:
         return
     log = SampleLog(
         Path(folder),
-        getattr(engine.optimizer_config, "total_training_steps", None),
+        engine.last_step or getattr(engine.optimizer_config, "total_training_steps", None),
         engine.model_config.tokenizer.decode,
         warn=_log.warning,
     )

@@ -31,6 +31,15 @@ NOT_SAMPLED = -1
 """The version of tokens that no weights have sampled: those of an environment or a tool."""
 
 
+def versions_to_keep(staleness: int) -> int:
+    """Return how many of the last versions may have sampled tokens of a step with `trainer.staleness`.
+
+    Ages are below 2N, not N + 1: verl's `wait` (0.9.1, replay_buffer.py, `_has_enough_samples`) waits for a prompt only
+    from the step at which its age is N. A run begins with N + 1 batches of the same weights. If N of them lag, the
+    first N steps train on others, and then each step takes one of the N: the last one is 2N - 1 steps old."""
+    return max(2 * staleness, 1)
+
+
 def run_lengths(versions: Iterable[int]) -> Runs:
     """Return the runs of single tokens' versions."""
     return [(version, len(list(run))) for version, run in groupby(versions)]

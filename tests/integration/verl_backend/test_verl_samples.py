@@ -15,6 +15,7 @@ from qarl.rollout.requests import RolloutBatch
 from qarl.trainer.batch import make_batch
 from qarl.trainer.mismatch_watch import log_step_samples
 from qarl.trainer.old_log_probs import Measured
+from qarl.verl.separate_worker import SeparateActorWorker
 from qarl.verl.step_measurements import SAMPLES_IN, log_mini_batch
 
 PROMPTS, RESPONSES = [[7, 8], [9]], [[1, 2, 3], [4]]
@@ -39,15 +40,32 @@ def mini_batch(**changed: Any) -> dict[str, torch.Tensor]:
     return {name: nested(rows) for name, rows in (data | changed).items()}
 
 
-def engine(finished_steps: int, rank: int = 0) -> SimpleNamespace:
+def engine(finished_steps: int, rank: int = 0, **more: Any) -> SimpleNamespace:
     return SimpleNamespace(
         rank=rank,
         lr_scheduler=SimpleNamespace(last_epoch=finished_steps),
-        version=None,
-        sampled_step=None,
-        optimizer_config=SimpleNamespace(total_training_steps=33),
         model_config=SimpleNamespace(tokenizer=TOKENIZER),
+        **{
+            "version": None,
+            "last_step": None,
+            "sampled_step": None,
+            "optimizer_config": SimpleNamespace(total_training_steps=33),
+            **more,
+        },
     )
+
+
+def test_the_last_step_is_logged_where_a_step_has_several_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's optimizer knows the number of updates, here 3 a step."""
+    monkeypatch.setenv(SAMPLES_IN, str(tmp_path))
+    separate = engine(32 * 3, version=32)
+    worker: Any = SimpleNamespace(actor=SimpleNamespace(engine=separate))
+    separate.optimizer_config.total_training_steps = 33 * 3
+    SeparateActorWorker.set_last_step(worker, 33)
+    log_mini_batch(separate, mini_batch())
+    assert {sample["step"] for sample in read_samples(tmp_path)} == {33}
 
 
 def test_both_backends_write_the_same_samples(

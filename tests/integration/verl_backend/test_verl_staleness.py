@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ from qarl.errors import UserError
 from qarl.verl.run import verl_config
 from qarl.verl.sampler import StalePromptReplayBuffer
 from qarl.verl.separate_checks import separate_conflicts
+from qarl.verl.separate_keys import separate_keys
+from qarl.verl.separate_trainer import QaRLTrainerSeparate
+from qarl.verl.trainer import QaRLTrainer
+from qarl.verl.versions import VersionStatistics, versions_to_keep
 
 STALE: dict[str, Any] = {"trainer.staleness": 2}
 
@@ -83,9 +88,33 @@ def test_verl_counts_otherwise() -> None:
 
 
 def test_staleness_0_is_the_synchronous_trainer() -> None:
+    """Every key that engines of their own set has the value that it has in verl or in QaRL's synchronous trainer."""
     zero = verl_config(quickstart(**{"trainer.staleness": 0}), on_cpu=True)
-    assert zero == verl_config(quickstart(), on_cpu=True)
-    assert zero.trainer.v1.trainer_mode == "qarl_sync"
+    found = {
+        key.removeprefix("+"): OmegaConf.select(zero, key.removeprefix("+"))
+        for key in separate_keys(quickstart(**STALE), on_cpu=True)
+    }
+    sampler = "trainer.v1.sampler"
+    assert found == {
+        "trainer.v1.trainer_mode": "qarl_sync",
+        "trainer.v1.separate_async.num_warmup_batches": 1,
+        "trainer.v1.separate_async.parameter_sync_step": 4,
+        f"{sampler}.max_off_policy_threshold": 8,
+        f"{sampler}.max_off_policy_strategy": "drop",
+        f"{sampler}.custom_sampler.path": "pkg://qarl.verl.trainer",
+        f"{sampler}.custom_sampler.name": "PromptReplayBuffer",
+        "actor_rollout_ref.hybrid_engine": True,
+        f"{ROLLOUT}.nnodes": 0,
+        f"{ROLLOUT}.n_gpus_per_node": 1,
+        f"{ROLLOUT}.free_cache_engine": False,
+        f"{ROLLOUT}.checkpoint_engine.backend": "naive",
+        f"{ROLLOUT}.checkpoint_engine.custom_backend_module": None,
+        "actor_rollout_ref.actor.optim.lr_warmup_steps": 0,
+        f"{SHARDS}.quant.old_log_probs": "auto",
+        f"{SHARDS}.quant.staleness": None,
+        "ray_kwargs.ray_init.num_cpus": 24,
+        "ray_kwargs.ray_init.num_gpus": 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -96,6 +125,7 @@ def test_staleness_0_is_the_synchronous_trainer() -> None:
         ({"rollout.tensor_model_parallel_size": 2}, "rollout.tensor_model_parallel_size"),
         ({"lora.r": 8}, "lora.r"),
         ({"rollout.environment": "a.py:b"}, "rollout.environment"),
+        ({"rollout.stop": ["</answer>"]}, "rollout.stop"),
         ({"actor.old_log_probs": "rollout", "actor.loss": "grpo"}, "actor.old_log_probs"),
     ],
 )
@@ -161,10 +191,12 @@ def test_keys_with_a_key_of_qarl(key: str) -> None:
         verl_config(quickstart(**STALE, verl={key: 1}), on_cpu=True)
 
 
-def stale_buffer(monkeypatch: pytest.MonkeyPatch, strategy: str, state: dict[str, Any]) -> Any:
-    """The sampler over `state` in the place of TransferQueue, at a bound of 1 step."""
+def stale_buffer(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, state: dict[str, Any], staleness: int = 1
+) -> Any:
+    """The sampler over `state` in the place of TransferQueue."""
     refilled: list[int] = []
-    arguments = {"trainer_mode": "separate_async", "max_off_policy_threshold": 2}
+    arguments = {"trainer_mode": "separate_async", "max_off_policy_threshold": staleness + 1}
     buffer = StalePromptReplayBuffer(
         **KWARGS | arguments | {"max_off_policy_strategy": strategy, "refill_fn": refilled.append}
     )
@@ -224,6 +256,43 @@ def test_wait_waits_for_what_lags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(polls) == 3 and batch.keys == ["lags_0_0"]
     assert metrics["staleness/waited"] == 1.0
     assert buffer.sample(5, "train", 1)[1]["staleness/waited"] == 0.0
+
+
+def test_all_versions_are_kept_that_wait_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three prompts of the first weights, two of which lag until they must be used, and one of each later step."""
+    staleness = 2
+    state = group("a", 1) | group("b", 1, "running") | group("c", 1, "running")
+    buffer, _, _ = stale_buffer(monkeypatch, "wait", state, staleness)
+    keys = [buffer.sample(1, "train", 1)[0].keys]
+    state.update(group("d", 2))
+    keys.append(buffer.sample(2, "train", 1)[0].keys)
+    state.update(group("b", 1) | group("c", 1) | group("e", 3))
+    keys += [buffer.sample(step, "train", 1)[0].keys for step in (3, 4)]
+    taken = [uid[0] for uids in keys for uid in uids]
+    assert (taken[:2], sorted(taken[2:])) == (["a", "d"], ["b", "c"])
+    oldest = 4 - 1  # sampled at step 1, used at step 4
+    assert oldest > staleness
+    assert versions_to_keep(staleness) == oldest + 1
+    assert [versions_to_keep(count) for count in (0, 1)] == [1, 2]
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_a_step_that_compares_nothing_says_nothing_of_the_limit(
+    monkeypatch: pytest.MonkeyPatch, compared: bool
+) -> None:
+    """So it is in the first steps after a resume."""
+    monkeypatch.setattr(QaRLTrainer, "_compute_metrics", lambda *_: None)
+    trainer: Any = object.__new__(QaRLTrainerSeparate)
+    trainer.config = OmegaConf.from_dotlist([f"{ROLLOUT}.temperature=1.0"])
+    trainer.actor_rollout_wg = SimpleNamespace(over_limit=lambda *_: [None])
+    trainer._versions = VersionStatistics()
+    trainer._versions.add_rows([[(3, 2)]], current=4)
+    if compared:
+        trainer._versions.add_checked(*torch.zeros(3, 2))
+    metrics: dict[str, Any] = {}
+    trainer._compute_metrics(None, metrics)
+    assert metrics["staleness/checked_frac"] == float(compared)
+    assert metrics.get("mismatch/over_limit") == (0.0 if compared else None)
 
 
 def test_the_sampler_is_for_verls_own_mode() -> None:

@@ -18,11 +18,25 @@ Entry = Mapping[str, Any]
 Reduce = Callable[[Sequence[float]], float]
 STEP_SECONDS = "timing_s/step"
 """Every training step logs it, and no evaluation does."""
-_OPTIONAL = {
-    "other_experts_frac_mean": "mismatch/other_experts_frac",
-    "rejected_response_frac_mean": "correction/rejected_response_frac",
+
+
+def largest(values: Sequence[float]) -> float:
+    """Return the largest value, or NaN if one is NaN: a mismatch that is not known is not a small one."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+_OPTIONAL: dict[str, tuple[str, Reduce]] = {
+    "other_experts_frac_mean": ("mismatch/other_experts_frac", mean),
+    "rejected_response_frac_mean": ("correction/rejected_response_frac", mean),
+    "mismatch_of_version_abs_mean": ("mismatch/of_version_abs_mean", mean),
+    "mismatch_of_version_abs_max": ("mismatch/of_version_abs_max", largest),
+    "staleness_age_mean": ("staleness/age_mean", mean),
+    "staleness_age_max": ("staleness/age_max", largest),
+    "staleness_ratio_abs_mean": ("staleness/ratio_abs_mean", mean),
+    "staleness_checked_frac_mean": ("staleness/checked_frac", mean),
 }
-"""Figures that are left out if no step logs them."""
+"""Figures that are left out if no step logs them. With `trainer.staleness` the summary's other figures of the mismatch
+contain the staleness, and `mismatch_of_version_*` do not."""
 
 
 def summarize(history: Iterable[Any]) -> dict[str, Any]:
@@ -39,7 +53,7 @@ def summarize(history: Iterable[Any]) -> dict[str, Any]:
         values = numbers(entries, key)
         return reduce(values) if values else None
 
-    optional = {name: figure(key) for name, key in _OPTIONAL.items()}
+    optional = {name: figure(key, reduce) for name, (key, reduce) in _OPTIONAL.items()}
     return {
         "steps": len(numbers(entries, STEP_SECONDS)),
         **accuracies(entries),
@@ -78,11 +92,6 @@ def last(entries: Sequence[Entry], key: str) -> float | None:
     """Return the last value of a metric, or None if it has none."""
     values = numbers(entries, key)
     return values[-1] if values else None
-
-
-def largest(values: Sequence[float]) -> float:
-    """Return the largest value, or NaN if one is NaN: a mismatch that is not known is not a small one."""
-    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def numbers(entries: Iterable[Entry], key: str) -> list[float]:

@@ -41,6 +41,7 @@ _FIGURES = (
     ("reward", "critic/score/mean", "{:.3f}"),
     ("accuracy", "val/accuracy", "{:.3f}"),
     ("k3", "mismatch/k3", "{:.1e}"),
+    ("|δ| of versions", "mismatch/of_version_abs_mean", "{:.1e}"),
     ("inside band", "actor/inside_band_frac_after_first", "{:.0%}"),
 )
 

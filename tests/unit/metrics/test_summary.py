@@ -247,6 +247,26 @@ def test_no_history_makes_the_summary_fail(case):
     json.dumps(json_safe(summarize(HISTORIES[case])), allow_nan=False)
 
 
+def test_a_run_on_stale_responses_has_both_parts_of_the_mismatch() -> None:
+    """By hand: the first step compared nothing, as after a resume."""
+    first = {"mismatch/abs_mean": 0.5, "staleness/age_mean": 0.0, "staleness/age_max": 0.0}
+    checked = {"mismatch/of_version_abs_mean": 0.0, "mismatch/of_version_abs_max": 0.0}
+    stale = {"staleness/age_mean": 1.0, "staleness/age_max": 2.0, "staleness/ratio_abs_mean": 0.25}
+    rows = [first, {"mismatch/abs_mean": 0.25} | checked | stale]
+    fracs = [{"staleness/checked_frac": frac} for frac in (0.0, 1.0)]
+    summary = summarize([row | frac | STEP for row, frac in zip(rows, fracs, strict=True)])
+    assert summary["mismatch_abs_mean"] == 0.375
+    assert {key: value for key, value in summary.items() if "version" in key or "stal" in key} == {
+        "mismatch_of_version_abs_mean": 0.0,
+        "mismatch_of_version_abs_max": 0.0,
+        "staleness_age_mean": 0.5,
+        "staleness_age_max": 2.0,
+        "staleness_ratio_abs_mean": 0.25,
+        "staleness_checked_frac_mean": 0.5,
+    }
+    assert not any("stal" in key or "version" in key for key in summarize([{"step": 1} | STEP]))
+
+
 def test_a_mismatch_that_is_nan_is_not_hidden_by_a_smaller_one():
     for values in ([math.nan, 1.0], [1.0, math.nan]):
         history = [

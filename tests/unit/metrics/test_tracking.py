@@ -73,10 +73,12 @@ def test_the_console_has_a_line_for_each_step(
         }
         metrics["timing_s/step"] = 0.1
         tracker.log(metrics, step=1)
+        tracker.log({"mismatch/k3": 1e-3, "mismatch/of_version_abs_mean": 0.0}, step=2)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["hello", "step 0/3  accuracy 0.250"]
     assert lines[2].startswith("step 1/3  0.10 s/step  left 00:00  ")
     assert lines[2].endswith("reward 0.500  k3 4.2e-04  inside band 90%")
+    assert lines[3].endswith("k3 1.0e-03  |δ| of versions 0.0e+00")
 
 
 def test_wandb_resumes_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

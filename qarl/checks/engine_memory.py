@@ -91,7 +91,8 @@ def gathered_adapters(size: ModelSize, config: Config) -> int:
 def engine(
     size: ModelSize, config: Config, device: str, gpu_memory_bytes: int
 ) -> tuple[list[Part], int]:
-    """Return, for one GPU, the engine's parts of the memory and the bytes of its KV cache."""
+    """Return, for one GPU, the engine's parts of the memory and the bytes of its KV cache. An engine on GPUs of its own
+    (`trainer.staleness`) has no part of the trainer's, and never sleeps."""
     parallel = config.rollout.tensor_model_parallel_size
     shares = config.lora.r and config.backend == "local" and device == "cpu"
     gathered = gathered_adapters(size, config) if device == "cpu" else 0
@@ -119,4 +120,5 @@ def engine(
         Part("vLLM: second copy of the base, at the start", max(twice - gathered, 0), ("rollout",)),
         Part("vLLM asleep (allowance)", asleep if sleeps else 0, PHASES[1:]),
     ]
-    return parts, kv_cache
+    own_gpu = device == "cuda" and config.trainer.staleness
+    return [] if own_gpu else parts, kv_cache

@@ -99,6 +99,18 @@ def test_the_local_engine_sleeps_on_a_gpu() -> None:
     assert host == {part.name: part.bytes for part in awake.host}
 
 
+def test_an_engine_with_a_gpu_of_its_own_takes_none_of_the_trainers() -> None:
+    """All other parts, and the KV cache, are those of an engine that stays awake beside the trainer."""
+    gpu = {"device": "cuda", "gpu_memory_bytes": 2**33}
+    keys = {"backend": "verl", "rollout__free_cache_engine": False}
+    beside = estimate(SMALL, run(**keys), **gpu)
+    own = estimate(SMALL, run(**keys, trainer__staleness=1), **gpu)
+    assert parts(own) == {k: v for k, v in parts(beside).items() if not k.startswith("vLLM")}
+    assert parts(own) != parts(beside) and own.kv_cache == beside.kv_cache
+    on_cpu = [estimate(SMALL, run(**keys, trainer__staleness=n), device="cpu") for n in (0, 1)]
+    assert parts(on_cpu[0]) == parts(on_cpu[1])  # the processes share the machine's memory
+
+
 FEW_TOKENS = {"rollout__max_num_batched_tokens": 12, "rollout__max_num_seqs": 12}
 OPTIONS = [
     ({"optim__master_dtype": "bf16"}, "update of one parameter", 16 * 6400),  # an embedding

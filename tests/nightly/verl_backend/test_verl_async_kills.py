@@ -5,6 +5,7 @@ older than the bound."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +53,12 @@ def lose_the_queue(run_dir: Path) -> str:
     ("act", "code", "said"),
     [
         (kill(ENGINE), 2, "error: a process that generates has stopped"),
-        (kill(SENDER), 2, "error: "),
+        (
+            kill(SENDER),
+            2,
+            "error: (a process of the verl run died|a process that generates has stopped"
+            "|a rollout engine stopped answering)",  # depends on who notices it first
+        ),
         (kill(RANK), 2, "error: a process of the verl run died"),
         (kill_the_command, -9, "start: fresh"),
     ],
@@ -65,7 +71,7 @@ def test_a_killed_run_goes_on(
         act(run)
         assert run.wait() == code, run.printed[-3000:]
         assert run.orphans() == []
-        assert said in run.printed, run.printed[-3000:]
+        assert re.search(said, run.printed), run.printed[-3000:]
         assert len(run.errors) == (code == 2), run.errors
     finished(tmp_path)
 
@@ -93,5 +99,7 @@ def finished(folder: Path) -> str:
         assert [entry["step"] for entry in steps] == list(range(1, STEPS + 1))
         for entry in steps:
             assert entry["staleness/age_max"] <= 1
-            assert entry.get("mismatch/of_version_abs_max", 0.0) == 0.0
+            compared = entry["staleness/checked_frac"] > 0
+            assert entry.get("mismatch/of_version_abs_max") == (0.0 if compared else None)
+        assert steps[0]["staleness/checked_frac"] == 1.0
         return run.printed

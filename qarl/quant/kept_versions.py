@@ -2,8 +2,8 @@
 
 A trainer with engines of its own compares an answer with the weights that sampled it, which are not its own any more
 (`qarl.verl.versions`). Each rank keeps its own shards on the host. In W4A16 a quantized weight takes 0.28 of its bytes
-in BF16, and an eighth of the FP32 masters, which verl's `save_model_to_cpu` copies. The masters stay as they are, but
-for weights that are not quantized (embeddings, norms, lm_head): these are replaced, and put back.
+in BF16, about a seventh of its FP32 master, which verl's `save_model_to_cpu` copies. The masters stay as they are, but
+for weights that are not quantized (embeddings, norms, lm_head; at level `off` all): these are replaced, and put back.
 """
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ NEEDED: dict[str, tuple[Any, str]] = {
         "verl's own sampler takes a group with failed responses for a complete one",
     ),
     f"{SHARDS}.param_offload": (False, ON_HOST),
-    f"{SHARDS}.offload_policy": (False, ON_HOST),
     f"{SHARDS}.reshard_after_forward": (
         True,
         "verl restores the weights before the step, and what is gathered would still be of others",

@@ -153,7 +153,6 @@ SHARDS = "actor_rollout_ref.actor.fsdp_config"
         ("trainer.v1.sampler.custom_sampler.name", None),
         (f"{ROLLOUT}.checkpoint_engine.custom_backend_module", None),
         (f"{SHARDS}.param_offload", True),
-        (f"{SHARDS}.offload_policy", True),
         (f"{SHARDS}.reshard_after_forward", False),
         ("critic.enable", True),
     ],

@@ -337,9 +337,9 @@ def check_changes(
     `saved`: the config in the checkpoint. `also`: more changed keys with old and new value. `inputs`: what the run read
     and reads, if that is to be compared, too. Raises UserError if the run may not resume."""
     changed = changed_keys(saved, config)
-    other = {key: values for key, values in changed.items() if key not in UNTRAINED} | dict(
-        also or {}
-    )
+    # Training begins at the checkpoint, whatever the starting adapter is now, but a KL term's reference has it.
+    free = UNTRAINED - {"lora.path"} if config.actor.use_kl_loss else UNTRAINED
+    other = {key: values for key, values in changed.items() if key not in free} | dict(also or {})
     if set(other.get("actor.old_log_probs", ())) == {"auto", "recompute"}:
         del other[
             "actor.old_log_probs"

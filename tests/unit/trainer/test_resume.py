@@ -300,3 +300,18 @@ def test_only_listed_keys_may_change_on_a_resume(tmp_path):
             with pytest.raises(UserError, match="cannot resume from") as caught:
                 check_changes(settings, tmp_path / "step_1", 1, saved)
             assert caught.value.where.startswith(f'{key} was "another value", now '), key
+
+
+def test_another_starting_adapter_may_not_change_the_reference_of_a_kl_term(tmp_path):
+    """The reference is base and starting adapter together. Without it the checkpoint has all that is trained."""
+    adapters = ("lora.r=8", "actor.loss=grpo")
+    for use_kl_loss in (False, True):
+        settings = config(tmp_path, *adapters, f"actor.use_kl_loss={str(use_kl_loss).lower()}")
+        saved = settings.model_dump(mode="json")
+        saved["lora"]["path"] = "adapters/sft"
+        if not use_kl_loss:
+            assert check_changes(settings, tmp_path / "step_1", 1, saved) == ()
+            continue
+        with pytest.raises(UserError, match="cannot resume from") as caught:
+            check_changes(settings, tmp_path / "step_1", 1, saved)
+        assert caught.value.where.startswith('lora.path was "adapters/sft", now ')

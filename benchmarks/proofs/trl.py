@@ -84,6 +84,8 @@ def train(settings: dict[str, Any]) -> Row:
     )
     held_out = data.select(range(8)) if "eval_strategy" in settings else None
     more: dict[str, Any] = {"peft_config": LoraConfig(**lora)} if lora else {}
+    if environment := settings.pop("environment", None):
+        more["environment"] = environment
     trainer = QaRLTrainer(
         model, scored_by, QaRLConfig(**settings), data, held_out, callbacks=[Recorder()], **more
     )

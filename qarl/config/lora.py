@@ -91,8 +91,8 @@ class LoraConfig(Section):
     docs/do/lora.md has the gain in memory and bytes, and the learning rate."""
 
     path: PathText | None = None
-    """Folder of an adapter that peft has saved (adapter_config.json, adapter_model.safetensors), to begin from. It sets
-    r, alpha and target_modules. A resumed run goes on from its checkpoint instead."""
+    """Folder of an adapter that peft has saved (adapter_config.json, adapter_model.safetensors), with which training
+    starts. It sets r, alpha and target_modules. A run that resumes takes its checkpoint instead."""
 
     r: Annotated[int, Field(ge=0)] | None = 0
     """Rank of the adapters, at most 512. 0 or null: no adapters, all weights are trained. vLLM has 1, 8, 16, 32, 64,

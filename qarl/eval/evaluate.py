@@ -256,7 +256,7 @@ def engine_of(
     scheme = from_quantization_config(quantization) if quantization else UNQUANTIZED
     more: dict[str, Any] = {}
     if adapter is not None:
-        more["adapters"] = AdapterSpec.of(adapter)
+        more["adapters"] = AdapterSpec.of(adapter.r, adapter.targets)
     if (config := settings.config) is not None:
         more |= {
             "max_num_seqs": config.rollout.max_num_seqs or DEFAULT_SEQUENCES,

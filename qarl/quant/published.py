@@ -8,7 +8,7 @@ rounded to BF16, as a BF16 model's are when they are loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -160,11 +160,8 @@ class PublishedBase:
             if name not in self._tied:
                 yield name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
             return
-        if leaf == "weight_shape":
-            tensor = torch.tensor([parts[-1].rows.stop, self._columns(owner)])
         for part in parts:
-            specs = wire_specs(self.scheme, *self._shapes[part.name])
-            dtype, shape = specs[leaf]
+            dtype, shape = wire_specs(self.scheme, *self._shapes[part.name])[leaf]
             if leaf == "weight_shape":
                 cut = torch.tensor(self._shapes[part.name], dtype=torch.int64)
             elif leaf == "weight_scale":
@@ -172,7 +169,7 @@ class PublishedBase:
             elif tensor.dtype != dtype:
                 raise self._misfit([f"{name} is {tensor.dtype}, and should be {dtype}"])
             else:
-                cut = tensor[part.rows].contiguous()
+                cut = tensor[part.rows]
             yield f"{part.name}.{leaf}", cut.contiguous()
 
 
@@ -182,9 +179,6 @@ def _headers(files: Iterable[Path]) -> Iterator[tuple[str, tuple[int, ...]]]:
             names = file.keys()  # safe_open is no mapping
             for name in names:
                 yield name, tuple(file.get_slice(name).get_shape())
-
-
-Wire = Mapping[str, Tensor]
 
 
 def split_wire(

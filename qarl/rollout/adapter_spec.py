@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qarl.config.lora import ALL_LINEAR, chooses_by_name, engine_rank, is_target
-from qarl.lora.adapter import Adapter, adapted_leaves
+from qarl.lora.adapter import adapted_leaves
 from qarl.schemes import Scheme
 
 TARGETS_KEY = "qarl_targets"
@@ -31,9 +31,9 @@ class AdapterSpec:
     entries: tuple[str, ...] = (ALL_LINEAR,)
 
     @classmethod
-    def of(cls, adapter: Adapter) -> AdapterSpec:
-        """Return what an engine for `adapter` must serve."""
-        return cls(adapter.r, adapted_leaves(adapter.targets), adapter.targets)
+    def of(cls, rank: int, targets: Sequence[str]) -> AdapterSpec:
+        """Return what an engine for adapters of `rank` must serve. `targets`: as in `Adapter`."""
+        return cls(rank, adapted_leaves(targets), tuple(targets))
 
     @property
     def rank(self) -> int:

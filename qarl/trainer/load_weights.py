@@ -22,6 +22,8 @@ from qarl.quant.published import split_wire
 from qarl.quant.quantize import QuantizedTensor
 
 Codes = dict[str, QuantizedTensor]
+DROPOUTS = frozenset({"attention_dropout", "hidden_dropout", "residual_dropout"})
+"""Config keys of dropout in the families that are trained. The engine has none, so neither has the trainer."""
 
 
 def check_finite(model: nn.Module, dtype: str) -> None:
@@ -40,14 +42,15 @@ def check_finite(model: nn.Module, dtype: str) -> None:
         )
 
 
-DROPOUTS = frozenset({"attention_dropout", "hidden_dropout", "residual_dropout"})
-"""Config keys of dropout in the families that are trained. The engine has none, so neither has the trainer."""
-
-
 def load_weights(config: Config, hf_config: Any) -> tuple[Any, Codes | None]:
     """Return the model of `config` on the CPU, and the weights of its quantized linears if the checkpoint has them.
 
+    `hf_config`: transformers' config of the model, in which dropout is switched off.
+
     Raise UserError if it cannot be loaded, or if a weight does not fit into `model.dtype`."""
+    # As an argument of from_pretrained, a key would reach models that do not have it.
+    for key in DROPOUTS & set(vars(hf_config)):
+        setattr(hf_config, key, 0.0)
     if is_quantized(hf_config):
         return _quantized(config, hf_config)
     from transformers import AutoModelForCausalLM

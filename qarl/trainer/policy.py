@@ -44,7 +44,7 @@ from qarl.step.noise import TrainedModel
 from qarl.step.routing import RoutingReplay
 from qarl.trainer.batch import TOKEN_MULTIPLE, Batch, Rows, index_of, micro_batches
 from qarl.trainer.layout import Layout, lay_out
-from qarl.trainer.load_weights import DROPOUTS, load_weights
+from qarl.trainer.load_weights import load_weights
 from qarl.trainer.sampled_from import sampled_from
 
 if TYPE_CHECKING:
@@ -148,10 +148,6 @@ class Policy:
         the model cannot be loaded, or if a weight does not fit into that dtype."""
         quant = config.quant
         hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
-        for key in DROPOUTS & set(
-            vars(hf_config)
-        ):  # as an argument, it would reach models that do not have the key
-            setattr(hf_config, key, 0.0)
         model, codes = load_weights(config, hf_config)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         machine = this_machine()

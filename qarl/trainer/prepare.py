@@ -145,5 +145,5 @@ def engine_config(config: Config, policy: Policy, *, routing: bool = False) -> E
         aligned=policy.align.follows_engine,
         kernels=config.quant.kernels,
         enable_prefix_caching=caches_prefixes(config, policy.model.config, routing=routing),
-        adapters=AdapterSpec.of(adapters.adapter()) if adapters else None,
+        adapters=AdapterSpec.of(adapters.rank, adapters.targets) if adapters else None,
     )

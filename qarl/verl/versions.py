@@ -1,7 +1,7 @@
 """Which version of the weights sampled each token, and what a step says of it.
 
 A version is the number of the training step that made the weights; version 0 is the model that the run begins with. A
-publish interrupts answers, and the engine goes on with them from the new weights (partial rollout). So an answer has
+publish interrupts answers, and the engine continues them with the new weights (partial rollout). So an answer has
 runs of tokens, each from one version. verl itself knows only the first and the last (`min_global_steps`,
 `max_global_steps`).
 
@@ -120,11 +120,10 @@ class VersionStatistics:
             "staleness/checked_frac": sum(map(len, self.delta)) / max(len(ages), 1),
         }
         if self.delta:
-            delta = torch.cat(self.delta).abs()
             ratio = torch.cat(self.ratio)
             metrics |= {
-                "mismatch/of_version_abs_mean": float(delta.mean()),
-                "mismatch/of_version_abs_max": float(delta.max()),
+                "mismatch/of_version_abs_mean": self.mean_delta,
+                "mismatch/of_version_abs_max": float(torch.cat(self.delta).abs().max()),
                 "staleness/ratio_abs_mean": float(ratio.abs().mean()),
                 "staleness/ratio_k3": float((torch.expm1(ratio) - ratio).mean()),
             }

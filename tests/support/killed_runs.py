@@ -145,3 +145,19 @@ class KilledRun:
         """What still runs `GRACE_SECONDS` after its end."""
         _, alive = psutil.wait_procs(self.seen.values(), timeout=GRACE_SECONDS)
         return [f"{process.pid} {' '.join(process.cmdline())[:80]}" for process in alive]
+
+
+def kill(title: str) -> Callable[[KilledRun], None]:
+    """Kill one of the processes with this title while the run makes its steps."""
+
+    def act(run: KilledRun) -> None:
+        run.wait_for_step()
+        run.named(title)[-1].kill()
+
+    return act
+
+
+def kill_the_command(run: KilledRun) -> None:
+    run.wait_for_step()
+    run.look()
+    run.process.kill()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
-from killed_runs import ENGINE, RANK, SENDER, SETTINGS, KilledRun
+from killed_runs import ENGINE, RANK, SENDER, SETTINGS, KilledRun, kill, kill_the_command
 
 from qarl.checkpoint.read_weights import whole_and_torn
 from qarl.metrics.tracker import read_metrics
@@ -25,20 +25,6 @@ pytestmark = [needs_w4a16_cpu, needs_vllm_cpu, pytest.mark.timeout(1500)]
 CONFIG = "quickstart_async"
 STEPS = int(str(SETTINGS["trainer.total_training_steps"]))
 OVERRIDES = ("actor.old_log_probs_sample=1.0",)
-
-
-def kill(title: str) -> Callable[[KilledRun], None]:
-    def act(run: KilledRun) -> None:
-        run.wait_for_step()
-        run.named(title)[-1].kill()
-
-    return act
-
-
-def kill_the_command(run: KilledRun) -> None:
-    run.wait_for_step()
-    run.look()
-    run.process.kill()
 
 
 def lose_the_queue(run_dir: Path) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
-from killed_runs import ENGINE, RANK, SETTINGS, KilledRun
+from killed_runs import ENGINE, RANK, SETTINGS, KilledRun, kill, kill_the_command
 
 from qarl.checkpoint.read_weights import whole_and_torn
 
@@ -29,22 +29,6 @@ class End(NamedTuple):
     act: Callable[[KilledRun], object]
     code: int
     said: str
-
-
-def kill(title: str) -> Callable[[KilledRun], None]:
-    """Kill one of the processes with this title while the run makes its steps."""
-
-    def act(run: KilledRun) -> None:
-        run.wait_for_step()
-        run.named(title)[-1].kill()
-
-    return act
-
-
-def kill_the_command(run: KilledRun) -> None:
-    run.wait_for_step()
-    run.look()
-    run.process.kill()
 
 
 def delete_the_folder(run: KilledRun) -> None:

@@ -46,6 +46,6 @@ def test_without_a_file_that_names_one_the_error_says_what_writes_it(
 def test_both_commands_take_it(kind: type, run: Path) -> None:
     words = [f"run={run}", "output=x"] if kind is ExportRequest else [f"model={run}"]
     for step, value in (("best", "best"), ("2", 2)):
-        assert read_request(kind, [*words, f"step={step}"], example="").step == value  # type: ignore[attr-defined]
+        assert read_request(kind, [*words, f"step={step}"], example="").step == value  # type: ignore[attr-defined]  # of either request
     with pytest.raises(UserError, match="step=newest"):
         read_request(kind, [*words, "step=newest"], example="")

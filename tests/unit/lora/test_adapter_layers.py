@@ -334,7 +334,7 @@ def test_an_expression_chooses_layers_and_the_folder_names_them(pristine_model, 
     adapters = Adapters(model, config, seed=0, base="base")
     names = [f"model.layers.1.self_attn.{leaf}_proj" for leaf in "qv"]
     assert list(adapters.layers) == names == list(adapters.targets)
-    spec = AdapterSpec.of(adapters.adapter())
+    spec = AdapterSpec.of(adapters.rank, adapters.targets)
     assert spec.targets == ("q_proj", "v_proj") and all(map(spec.has, names))
     assert not spec.has("model.layers.0.self_attn.q_proj")
     write_adapter(tmp_path, adapters.adapter())

@@ -23,7 +23,7 @@ def printed(folder: Path, *steps: dict[str, Any], start: int = 0) -> list[str]:
     """The messages of a run with these metrics of its steps, each message with its step."""
     messages: list[str] = []
     with Tracker(folder, [], 10, {}, start_step=start) as tracker:
-        tracker.message = messages.append  # type: ignore[method-assign, assignment]
+        tracker.message = messages.append  # type: ignore[method-assign, assignment]  # records instead of printing
         for step, metrics in enumerate(steps, start + 1):
             tracker.log(metrics, step)
     return messages
@@ -64,7 +64,7 @@ def test_the_first_step_after_a_resume_is_not_the_first_of_the_run(tmp_path: Pat
 def test_the_evaluation_before_it_is_not_the_first_step(tmp_path: Path) -> None:
     messages: list[str] = []
     with Tracker(tmp_path, [], 10, {}) as tracker:
-        tracker.message = messages.append  # type: ignore[method-assign, assignment]
+        tracker.message = messages.append  # type: ignore[method-assign, assignment]  # records instead of printing
         tracker.log({"val/accuracy": 0.0}, 0)
         tracker.log(EQUAL, 1)
     assert len(messages) == 1 and messages[0].startswith("step 1: nothing can be learned")

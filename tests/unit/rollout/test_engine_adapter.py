@@ -109,7 +109,7 @@ def test_an_adapter_of_any_rank_and_any_linears_arrives(name: str, r: int, alpha
     adapter = adapter_of(names, r, alpha, targets)
     rank = engine_rank(r)
     model = Model(rank)
-    target = EngineAdapter(Engine(model), model, AdapterSpec.of(adapter))
+    target = EngineAdapter(Engine(model), model, AdapterSpec.of(adapter.r, adapter.targets))
     target.publish(adapter.padded(), version=1)
     assert target.version == 1
     pairs = adapter.pairs()
@@ -125,7 +125,7 @@ def test_an_adapter_without_padding_or_of_other_linears_does_not_fit() -> None:
     names, targets = CASES["q of one layer"]
     adapter = adapter_of(names, 12, 12, targets)
     model = Model(16)
-    target = EngineAdapter(Engine(model), model, AdapterSpec.of(adapter))
+    target = EngineAdapter(Engine(model), model, AdapterSpec.of(adapter.r, adapter.targets))
     with pytest.raises(UserError, match="the engine expects"):
         target.publish(adapter, version=1)
     more = adapter_of(NAMES[:2], 12, 12, tuple(NAMES[:2])).padded()

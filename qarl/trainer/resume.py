@@ -261,7 +261,7 @@ def supersede(run_dir: Path, checkpoints: Iterable[tuple[int, Path]], step: int)
                 f"{folder} is of a later step than the one that the run resumes from; it was renamed to {renamed}"
             )
     forget_steps_after(run_dir, step)
-    if has_lost_steps(run_dir, step):
+    if step > 1 and has_lost_steps(run_dir, step):  # the checkpoint's own step is logged again
         note(
             f"{run_dir / METRICS_FILE} has lost the steps up to {step}: summary, plots and report begin after them"
         )

@@ -4,6 +4,9 @@ verl's logger writes one line `{"step": n, "data": {...}}` per step to `VERL_FIL
 (verl/utils/tracking.py, 0.9.1). During the run a thread reads this file and logs each step through QaRL's tracker
 (`MetricsFollower`). A metric that the local backend also logs gets the local backend's name. `trainer.logger` chooses
 QaRL's loggers, not verl's.
+
+A step that is saved has a line before its own (`qarl.verl.saved_rows`), which is logged if its own never comes: at the
+end of the run, or by the run that resumes, if the command was killed. That run also logs what the thread had not read.
 """
 
 from __future__ import annotations
@@ -13,18 +16,19 @@ import math
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from qarl.checkpoint.run_folder import RunFolder
-from qarl.checkpoint.storage import StorageError, writing
+from qarl.checkpoint.storage import METRICS_FILE, StorageError, read_lines, writing
 from qarl.config import Config
 from qarl.console import say
 from qarl.errors import UserError
-from qarl.metrics.tracker import Tracker
+from qarl.metrics.tracker import Tracker, is_step, read_metrics
 from qarl.metrics.validation import sources_metrics
 from qarl.report.page import update_report
+from qarl.verl.saving import UNFINISHED
 
 RENAMED = {
     "timing_s/gen": "timing_s/rollout",
@@ -99,25 +103,45 @@ class MetricsFollower:
         self.last_step = start_step
         self._offset = 0
         self._lost: StorageError | None = None
+        self._unfinished: Mapping[str, Any] | None = None
+        """The line of a step that verl has saved, and not logged yet."""
 
     def __enter__(self) -> MetricsFollower:
         trainer = self.config.trainer
         config = self.config.model_dump()
-        with writing(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_bytes(b"")
+        left = self._left()
         steps: dict[str, Any] = {
             "total_steps": trainer.total_training_steps,
             "start_step": self.start_step,
         }
         self._tracker = Tracker(self.config.run_dir, trainer.logger, config_dict=config, **steps)
+        for entry in left:
+            self._try(self._log, entry)
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_bytes(b"")
         self._thread.start()
         return self
+
+    def _left(self) -> list[Mapping[str, Any]]:
+        """Return the lines that the part of the run before has left: one for each step up to `start_step` that is not
+        in metrics.jsonl, after those that are."""
+        has_metrics = (self.config.run_dir / METRICS_FILE).is_file()
+        logged = read_metrics(self.config.run_dir) if has_metrics else []
+        last = max((entry["step"] for entry in logged), default=-1)
+        found = {
+            entry["step"]: entry
+            for entry in read_lines(self.path)
+            if is_step(entry) and last < entry["step"] <= self.start_step
+        }
+        return [found[step] for step in sorted(found)]
 
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
         self._thread.join()
         self._read()
+        if (entry := self._unfinished) is not None:
+            self._try(self._log, entry)
         self._tracker.close()
 
     @property
@@ -135,7 +159,7 @@ class MetricsFollower:
             self._read()
 
     def _read(self) -> None:
-        """Log all complete new lines. Keep the first StorageError for `problem`. Print a warning for other errors."""
+        """Log all complete new lines."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -151,20 +175,32 @@ class MetricsFollower:
         for line in new.splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 return
-            try:
-                self._log(json.loads(line))
-            except StorageError as error:
-                self._lost = self._lost or error
-            except Exception as error:  # later lines must still be logged
-                say(
-                    f"warning: a line of {self.path} was not logged ({type(error).__name__}: {str(error)[:300]})"
-                )
+            self._try(self._take, line)
             self._offset += len(line)
+
+    def _try(self, log: Callable[[Any], None], what: Any) -> None:
+        """Log `what`. Keep the first StorageError for `problem`. Print a warning for other errors."""
+        try:
+            log(what)
+        except StorageError as error:
+            self._lost = self._lost or error
+        except Exception as error:  # later lines must still be logged
+            say(
+                f"warning: a line of {self.path} was not logged ({type(error).__name__}: {str(error)[:300]})"
+            )
+
+    def _take(self, line: bytes) -> None:
+        """Log a line, or keep it if verl has not ended its step yet."""
+        entry = json.loads(line)
+        if entry["step"] == self.start_step + 1:
+            entry["data"]["startup/seconds_to_first_step"] = time.perf_counter() - self.start
+        self._unfinished = entry if UNFINISHED in entry["data"] else None
+        if self._unfinished is None:
+            self._log(entry)
 
     def _log(self, entry: Mapping[str, Any]) -> None:
         self.last_step = max(self.last_step, entry["step"])
         metrics = our_names(entry["data"])
-        if entry["step"] == self.start_step + 1:
-            metrics["startup/seconds_to_first_step"] = time.perf_counter() - self.start
+        metrics.pop(UNFINISHED, None)
         self._tracker.log(metrics, step=entry["step"])
         update_report(self.config, entry["step"])

@@ -22,6 +22,8 @@ QUEUE = "transfer_queue"
 """verl's folder in a checkpoint for prompts and responses that wait, if engines sample while the trainer updates."""
 HAS_QUEUE = "has_queue"
 """File that says that a checkpoint is complete only with `QUEUE`, which verl writes last and does not miss."""
+UNFINISHED = "qarl/unfinished"
+"""Metric that marks a line of verl's log, written before the checkpoint of its step (`qarl.verl.saved_rows`)."""
 
 _log = logging.getLogger("qarl.verl")
 

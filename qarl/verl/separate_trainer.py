@@ -133,11 +133,14 @@ class QaRLTrainerSeparate(QaRLTrainer, PPOTrainerSeparateAsync):
         metrics |= seen.metrics()
         if not seen.delta:  # nothing was compared, so nobody knows whether it is over the limit
             return
-        metrics["mismatch/over_limit"] = 0.0
+        if seen.over_limit is None:  # a step that is saved computes its metrics twice
+            seen.over_limit = self._over_limit(seen)
+        metrics["mismatch/over_limit"] = float(seen.over_limit)
+
+    def _over_limit(self, seen: VersionStatistics) -> bool:
+        """Return whether the mean |δ| of what was compared is over the limit. Log a warning if so."""
         temperature = float(self.config.actor_rollout_ref.rollout.temperature)
-        warning = self.actor_rollout_wg.over_limit(seen.mean_delta, seen.mean_length, temperature)[
-            0
-        ]
-        if warning is not None:
-            _log.warning("step %d: %s", self.global_steps, warning)
-            metrics["mismatch/over_limit"] = 1.0
+        told = self.actor_rollout_wg.over_limit(seen.mean_delta, seen.mean_length, temperature)
+        if told[0] is not None:
+            _log.warning("step %d: %s", self.global_steps, told[0])
+        return told[0] is not None

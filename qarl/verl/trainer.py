@@ -18,8 +18,8 @@ checked (`actor.old_log_probs`). These methods of verl's trainer are overridden:
     _update_actor           tells the engine to check the first mini-batch (`qarl.verl.training_steps`). If it drops
                             the update, this recomputes old log-probs and advantages, and updates again.
     _val_metrics_update   adds QaRL's figures of an evaluation (`qarl.metrics.validation`)
-    _save_checkpoint, _load_checkpoint   also write and read the counts of `auto`. Saving also removes the checkpoint
-                            that the new one replaces.
+    _save_checkpoint, _load_checkpoint   also write and read the counts of `auto`. Saving also logs the step before
+                            (`qarl.verl.saved_rows`), and removes the checkpoint that the new one replaces.
 
 verl computes `actor/entropy` in the pass. In a step without the pass, it is the entropy of the sampled rows, or is
 missing if no rows were sampled. verl divides a step's rows into equal, contiguous shares, one per rank. Each rank takes
@@ -43,7 +43,7 @@ import torch
 import transfer_queue as tq
 from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
+from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
@@ -65,6 +65,7 @@ from qarl.verl.config_classes import QuantSettings
 from qarl.verl.loss import DIFFERING, RELIES
 from qarl.verl.response_ends import corrected_metrics, end_tokens
 from qarl.verl.sampler import PromptReplayBuffer as PromptReplayBuffer  # configs name it here
+from qarl.verl.saved_rows import SavedRows
 from qarl.verl.saving import Saving
 from qarl.verl.stops import Stops
 from qarl.verl.turns import conversation_metrics, conversations_of
@@ -75,7 +76,7 @@ _log = logging.getLogger("qarl.verl")
 _log.setLevel(logging.INFO)
 
 
-class QaRLTrainer(PPOTrainer):
+class QaRLTrainer(SavedRows):
     """What QaRL's trainers add to verl's, before which they stand among the bases. The settings are `old_log_probs` and
     `old_log_probs_sample` in the actor's section `quant`."""
 
@@ -363,6 +364,8 @@ class QaRLTrainer(PPOTrainer):
 
     def _save_checkpoint(self) -> None:
         self._check_run_folder()
+        if self._run_folder is not None:
+            self.log_unfinished()
         # verl declares the checkpoint complete at the end of its own method.
         folder = self._saving.folder(self.global_steps)
         write_json(folder / COUNTS, self._schedule.skipping.state_dict())

@@ -75,6 +75,7 @@ class VersionStatistics:
     ages    of each sampled token, in steps
     delta   log π_v - log π_rollout of each token that was checked
     ratio   log π_old - log π_v of the same tokens
+    over_limit   whether the mean |δ| is over the limit. None: nobody has asked yet
     """
 
     rows: int = 0
@@ -82,6 +83,7 @@ class VersionStatistics:
     ages: list[Tensor] = field(default_factory=list)
     delta: list[Tensor] = field(default_factory=list)
     ratio: list[Tensor] = field(default_factory=list)
+    over_limit: bool | None = None
 
     def add_rows(self, rows: Sequence[Iterable[Sequence[int]]], current: int) -> None:
         """Count answers by their runs. `current`: the version of the weights before the step."""

@@ -294,6 +294,26 @@ def test_a_step_that_compares_nothing_says_nothing_of_the_limit(
     assert metrics.get("mismatch/over_limit") == (0.0 if compared else None)
 
 
+def test_a_step_that_computes_its_metrics_twice_warns_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So does a step that is saved. The workers may be dead the second time."""
+    monkeypatch.setattr(QaRLTrainer, "_compute_metrics", lambda *_: None)
+    trainer: Any = object.__new__(QaRLTrainerSeparate)
+    trainer.config = OmegaConf.from_dotlist([f"{ROLLOUT}.temperature=1.0"])
+    trainer.global_steps = 4
+    warnings = iter([["δ is too large", "δ is too large"]])
+    trainer.actor_rollout_wg = SimpleNamespace(over_limit=lambda *_: next(warnings))
+    trainer._versions = VersionStatistics()
+    trainer._versions.add_rows([[(3, 2)]], current=4)
+    trainer._versions.add_checked(*torch.eye(3, 2))
+    for _ in range(2):
+        metrics: dict[str, Any] = {}
+        trainer._compute_metrics(None, metrics)
+        assert metrics["mismatch/over_limit"] == 1.0
+    assert caplog.messages == ["step 4: δ is too large"]
+
+
 def test_the_sampler_is_for_verls_own_mode() -> None:
     with pytest.raises(UserError, match="trainer_mode=sync"):
         StalePromptReplayBuffer(**KWARGS)

@@ -31,6 +31,8 @@ SETTINGS = {
     "trainer.logger": "[console]",
 }
 """The quickstart in verl with steps of a second, each of which is saved."""
+WAIT_SECONDS = 600
+"""As long a run may take to its next sign of life. It starts ten processes, which a busy machine takes minutes for."""
 GRACE_SECONDS = 120
 """The processes of a run may take as long to end after it. After SIGKILL of the command all of them end at once but
 Ray's two agents, which end about 70 s later (measured)."""
@@ -88,7 +90,9 @@ class KilledRun:
     def summary(self) -> dict[str, Any]:
         return dict(json.loads((self.run_dir / "summary.json").read_text()))
 
-    def wait_for(self, condition: str | Callable[[], object], seconds: float = 300) -> None:
+    def wait_for(
+        self, condition: str | Callable[[], object], seconds: float = WAIT_SECONDS
+    ) -> None:
         """Wait for a text in the output, or until `condition` is true."""
         end = time.monotonic() + seconds
         while not (condition in self.printed if isinstance(condition, str) else condition()):
@@ -101,7 +105,7 @@ class KilledRun:
         """Wait until it has logged a training step, so that it is in the next one."""
         self.wait_for(lambda: re.search(r"^step [1-9]\d*/", self.printed, re.MULTILINE))
 
-    def wait(self, seconds: float = 300) -> int:
+    def wait(self, seconds: float = WAIT_SECONDS) -> int:
         """Return the exit code."""
         end = time.monotonic() + seconds
         while self.process.poll() is None:

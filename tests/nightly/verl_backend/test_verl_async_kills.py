@@ -84,6 +84,7 @@ def finished(folder: Path) -> str:
         steps = [entry for entry in read_metrics(run.run_dir) if "staleness/age_max" in entry]
         assert [entry["step"] for entry in steps] == list(range(1, STEPS + 1))
         for entry in steps:
+            assert "critic/score/mean" in entry and entry["timing_s/step"] > 0
             assert entry["staleness/age_max"] <= 1
             compared = entry["staleness/checked_frac"] > 0
             assert entry.get("mismatch/of_version_abs_max") == (0.0 if compared else None)

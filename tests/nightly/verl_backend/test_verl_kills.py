@@ -15,6 +15,7 @@ from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
 from killed_runs import ENGINE, RANK, SETTINGS, KilledRun, kill, kill_the_command
 
 from qarl.checkpoint.read_weights import whole_and_torn
+from qarl.metrics.tracker import read_metrics
 
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
@@ -94,6 +95,10 @@ def test_an_interrupt_in_the_last_evaluation_costs_no_step(tmp_path):
     ended = json.loads((run_dir / "summary.json").read_text())
     assert ended["interrupted"] is True and ended["finished"] is False
     assert not (run_dir / "export").exists()
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert all("critic/score/mean" in row for row in rows)
+    assert ["timing_s/publish" in row for row in rows] == [True] * (STEPS - 1) + [False]
     printed = finish(tmp_path, *evaluates)
     assert "\nstep 1/" not in printed and f"\nstep {STEPS}/" in printed, printed[-3000:]
     ended = json.loads((run_dir / "summary.json").read_text())

@@ -175,6 +175,16 @@ def test_a_resume_says_that_the_earlier_metrics_are_lost(tmp_path, capsys, lines
     assert ("has lost the steps up to 2" in said) == lost, said
 
 
+def test_a_run_that_was_killed_in_its_first_step_has_lost_nothing(tmp_path, capsys):
+    """The resume logs that step again, from the checkpoint or from verl's log."""
+    settings = config(tmp_path)
+    run_dir = interrupted_run(settings, 1)
+    (run_dir / "metrics.jsonl").unlink(missing_ok=True)
+    with open_run(settings) as checkpoint:
+        make_newest(run_dir, checkpoint)
+    assert "has lost the steps" not in capsys.readouterr().err
+
+
 def test_resume_path_of_another_run_starts_a_folder_of_its_own(tmp_path):
     run_dir = interrupted_run(config(tmp_path), 2, 4)
     path = run_dir / "checkpoints" / "step_2"

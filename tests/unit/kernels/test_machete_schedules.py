@@ -23,17 +23,23 @@ ROWS = (1, 2, 8, 15, 16, 17, 32, 33, 64, 65, 128, 200, 256, 257, 512, 1000, 4096
 GROUPS = (64, 128)
 
 
+def by_cutlass(name: str) -> list[list[int]]:
+    """The lines of a file that CUTLASS's header computed (machete_modes.cpp)."""
+    lines = (ROOT / "tests" / "data" / name).read_text().splitlines()
+    return [list(map(int, line.split())) for line in lines if not line.startswith("#")]
+
+
 def test_the_rule_is_cutlass_s() -> None:
-    """420 products of random sizes, of which 168 are split, as CUTLASS's header computed them (machete_modes.cpp)."""
-    lines = (ROOT / "tests" / "data" / "machete_whole.txt").read_text().splitlines()
-    cases = [list(map(int, line.split())) for line in lines if not line.startswith("#")]
+    """420 products of random sizes, of which 168 are split."""
+    cases = by_cutlass("machete_whole.txt")
     assert len(cases) == 420 and sum(case[-1] for case in cases) == 252
     for n, k, m, *schedule, expected in cases:
         assert whole(n, k, m, Schedule(*schedule)) == bool(expected), (n, k, m, schedule)
 
 
 def layers() -> dict[str, tuple[int, int]]:
-    """Every dense quantized linear of the models of the shipped recipes, and the engine's fused ones: [N, K]."""
+    """Every dense quantized linear of the models of the shipped recipes, the engine's fused ones, and the part of each
+    that one of its workers has: [N, K]."""
     found: dict[str, tuple[int, int]] = {}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         config = yaml.safe_load(path.read_text())
@@ -45,12 +51,24 @@ def layers() -> dict[str, tuple[int, int]]:
                 for linear, shape in linears.items()
                 if ".experts." not in linear
             }
-            found |= {f"{name} {leaf}": shape for leaf, shape in dense.items()}
             for fused in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
                 if all(leaf in dense for leaf in fused):
                     n = sum(dense[leaf][0] for leaf in fused)
-                    found[f"{name} {'+'.join(fused)}"] = n, dense[fused[0]][1]
+                    dense["+".join(fused)] = n, dense[fused[0]][1]
+            found |= {f"{name} {leaf}": shape for leaf, shape in dense.items()}
+            workers = config["rollout"].get("tensor_model_parallel_size", 1)
+            if workers > 1:
+                found |= {
+                    f"{name} {leaf} / {workers}": part(leaf, shape, workers)
+                    for leaf, shape in dense.items()
+                }
     return found
+
+
+def part(leaf: str, shape: tuple[int, int], workers: int) -> tuple[int, int]:
+    """What one of `workers` workers has: vLLM cuts o and down along K, the others along N."""
+    n, k = shape
+    return (n, k // workers) if leaf in ("o_proj", "down_proj") else (n // workers, k)
 
 
 LAYERS = layers()
@@ -59,7 +77,29 @@ LAYERS = layers()
 def test_the_recipes_have_these_models() -> None:
     models = {name.partition(" ")[0] for name in LAYERS}
     expected = {"Qwen2.5-0.5B", "Qwen2.5-Math-1.5B", "Qwen2.5-Math-7B", "Qwen3-8B", "Qwen3-30B-A3B"}
-    assert models == expected and len(LAYERS) == 4 * 9 + 5
+    assert models == expected and len(LAYERS) == 4 * 9 + 2 * 5
+
+
+def test_no_recipe_is_left_out() -> None:
+    """Every W4A16 recipe is above, or has groups of 32, which Machete does not multiply."""
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        config = yaml.safe_load(path.read_text())
+        if config["quant"]["scheme"] == "w4a16" and config["quant"]["group_size"] in GROUPS:
+            name = config["model"]["path"].rpartition("/")[2].removesuffix("-Base")
+            assert any(layer.startswith(f"{name} ") for layer in LAYERS), path.name
+
+
+def test_cutlass_keeps_the_sums_of_every_layer_of_the_recipes_whole() -> None:
+    """Its own header was asked for each call that `plan` answers."""
+    cases = by_cutlass("machete_layers.txt")
+    answers = {tuple(case[:-1]): case[-1] for case in cases}
+    calls = {
+        (n, k, call.rows, *BY_NAME[call.schedule])
+        for n, k in LAYERS.values()
+        for call in (plan(n, k, m) for m in ROWS)
+    }
+    assert set(answers) == calls, "ask CUTLASS again: tests/support/machete_modes.cpp"
+    assert set(answers.values()) == {1}
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -73,6 +73,22 @@ KINDS: Mapping[str, Kind] = {
     "experts": Kind(SHORT, "quickstart_moe.yaml", "tiny-qwen3-moe"),
     "1500 tokens": Kind(LONG, twin="tiny-qwen3", unproved=("verl",)),
 }
+TRL_KINDS: Mapping[str, Row] = {
+    "calculator": {
+        "model": str(CALCULATOR),
+        "data": str(ROOT / "data/calculator/train.parquet"),
+        "environment": "qarl.demo.calculator:answer",
+        "max_completion_length": 112,
+    },
+    "1500 tokens": {
+        "environment": LONG["rollout.environment"],
+        "max_completion_length": LONG["data.max_response_length"],
+        "max_tool_calling_iterations": 2,  # answers, so three turns
+        "max_turn_length": LONG["multi_turn.max_turn_length"],
+        "max_tool_response_length": LONG["multi_turn.max_tool_response_length"],
+    },
+}
+"""The same kinds in TRL's words."""
 ARMS: tuple[tuple[str, str, str], ...] = (
     *(("local", "calculator", scheme) for scheme in SCHEMES),
     *(("local", "1500 tokens", scheme) for scheme in SCHEMES),
@@ -81,6 +97,7 @@ ARMS: tuple[tuple[str, str, str], ...] = (
     ("verl", "adapters", "w4a16"),
     ("verl", "1500 tokens", "w4a16"),
     *(("trl", "calculator", scheme) for scheme in SCHEMES),
+    ("trl", "1500 tokens", "w4a16"),
 )
 """Backend, kind and scheme of each row: every scheme with the calculator in every backend, the rest once."""
 
@@ -126,21 +143,20 @@ def trained(backend: str, kind: str, scheme: str, steps: int) -> tuple[int, list
 
 
 def under_trl(backend: str, kind: str, scheme: str, steps: int) -> tuple[int, list[Row]]:
-    """Train the calculator's model under TRL: each rollout serves one optimizer step."""
-    settings: Row = {
-        "model": str(CALCULATOR),
-        "data": str(ROOT / "data/calculator/train.parquet"),
-        "environment": "qarl.demo.calculator:answer",
-        "reward": "environment",
-        "quant_scheme": scheme,
-        "max_steps": steps,
-        "logging_steps": 1,
-        "per_device_train_batch_size": 16,
-        "steps_per_generation": 1,
-        "num_generations": 4,
-        "max_completion_length": 112,
-    }
-    (outcome,) = trl.run(settings)
+    """Train the kind's model under TRL: each rollout serves one optimizer step."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = TRL_KINDS[kind] | {
+            "reward": "environment",
+            "quant_scheme": scheme,
+            "max_steps": steps,
+            "logging_steps": 1,
+            "per_device_train_batch_size": 16,
+            "steps_per_generation": 1,
+            "num_generations": 4,
+        }
+        if twin := KINDS[kind].twin:
+            settings["model"] = str(random_twin(Path(folder) / "model", source=twin, **SHAPE))
+        (outcome,) = trl.run(settings)
     return 0, outcome["history"]
 
 

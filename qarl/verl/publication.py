@@ -32,6 +32,7 @@ from qarl.rollout.publish.manifest import NamedTensor
 from qarl.rollout.remote.host_turn import turn_on_host
 from qarl.rollout.remote.records import TransferFailed
 from qarl.rollout.remote.wire import DeltaSender, encode_publish, numbered
+from qarl.verl.ask_servers import RESUME
 
 TIMEOUT_VARIABLE = "QARL_PUBLISH_TIMEOUT"
 DEFAULT_TIMEOUT = "120"
@@ -137,6 +138,6 @@ def refuse_other_run(begin: Mapping[str, Any], *, run: str) -> None:
         where=f"sent by {sender or 'a run without a name'}, expected from {run} (host/Raylet/Ray job)",
         why="two runs on this host use one socket: verl names it by Ray's job id, which is the same in every "
         "Ray that a run starts for itself",
-        fix="run the same command again: it resumes from the last checkpoint. Runs of QaRL wait for each "
-        "other, so the other run is not one of QaRL, or uses another version",
+        fix="QaRL's runs wait for each other, so the other one is not QaRL's, or uses another version: end it, then "
+        f"{RESUME}",
     )

@@ -5,6 +5,9 @@ them without checks. QaRL writes a small JSON beside them with a checksum of eve
 the live state with it after a load (`check_record`). If a file was truncated or swapped, or a load left something out,
 the run ends with an error that names the tensor instead of continuing from a wrong state. `checkpoint.save_contents`
 and `load_contents` may tell verl not to save or load some parts. Those parts are neither recorded nor compared.
+
+The record also has the settings by which the actor multiplies, which must be the same at a resume. `qarl train`
+compares them before it starts Ray (`qarl.trainer.resume`); on verl's own command line nothing else does.
 """
 
 from __future__ import annotations
@@ -29,6 +32,10 @@ PARTS = ("model", "optimizer", "extra")
 FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 """How the name of each part's file begins."""
 State = dict[str, str]
+SETTINGS = ("scheme", "group_size", "ignore", "kernels", "align", "head_dtype", "lora")
+"""Keys of the actor's section `quant` that a resume may not change."""
+TRAINED_WITH = "quant"
+"""The record's entry with their values, as JSON."""
 
 
 def engine_state(engine: Any, parts: Collection[str] = PARTS) -> State:
@@ -82,7 +89,7 @@ def save_record(engine: Any, folder: str) -> None:
     record = engine_state(engine, parts)
     if "extra" in parts:
         record |= random_state(load_part(Path(folder) / f"extra_state_{_shard(engine)}.pt")["rng"])
-    write_json(_record(engine, folder), record)
+    write_json(_record(engine, folder), record | {TRAINED_WITH: json.dumps(settings_of(engine))})
 
 
 def check_files(engine: Any, folder: str) -> None:
@@ -93,12 +100,13 @@ def check_files(engine: Any, folder: str) -> None:
 def check_record(engine: Any, folder: str) -> str:
     """Compare the state loaded from `folder` with its record. Return one line that says what was compared.
 
-    If something differs, raise a UserError that names up to eight tensors.
+    If something differs, raise a UserError that names up to eight tensors, or the settings.
     """
     path = _record(engine, folder)
     if not path.is_file():
         return f"{folder} has no record of QaRL's: loaded unchecked"
     saved: State = json.loads(path.read_text(encoding="utf-8"))
+    check_settings(engine, saved.pop(TRAINED_WITH, None), folder)
     parts = _parts(engine.checkpoint_manager, "load") & {part_of(name) for name in saved}
     saved = {name: digest for name, digest in saved.items() if part_of(name) in parts}
     live = engine_state(engine, parts)
@@ -116,6 +124,36 @@ def check_record(engine: Any, folder: str) -> str:
     what = f"{len(live)} parts"
     digest = _digest(repr(sorted(live.items())).encode())
     return f"resumed state equals the saved one by checksum: {what}, {digest} (of {', '.join(sorted(parts))})"
+
+
+def settings_of(engine: Any) -> dict[str, Any]:
+    """Return the values of `SETTINGS`, as JSON has them, or nothing if the actor has no section `quant`."""
+    if engine.quant is None:
+        return {}
+    values: dict[str, Any] = engine.quant.model_dump(mode="json", include=set(SETTINGS))
+    values["lora"].pop("path", None)  # the folder may have moved
+    return values
+
+
+def check_settings(engine: Any, saved: str | None, folder: str) -> None:
+    """Raise UserError if the actor multiplies in another way than in the run that saved `folder`.
+
+    `saved`: the record's entry, which checkpoints of earlier versions lack."""
+    if saved is None:
+        return
+    before = json.loads(saved)
+    now = settings_of(engine)
+    changed = sorted(
+        name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
+    )
+    if changed:
+        each = [f"quant.{name}={now.get(name)}, saved with {before.get(name)}" for name in changed]
+        raise UserError(
+            "the checkpoint was trained with other settings of quant",
+            where=f"{folder}: {'; '.join(each)}",
+            why="a resumed run goes on as if it had not been interrupted",
+            fix="give the actor and the rollout engine the saved values, or start another run from an export",
+        )
 
 
 def _parts(manager: Any, action: str) -> set[str]:

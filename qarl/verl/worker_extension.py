@@ -109,7 +109,7 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
         except zmq.Again as error:
             what = f"the engine received no weights from the trainer for {seconds:g} s"
             why = "the process that sends them has died or is stuck, or it sends to another run's engine"
-            fix = f"{RESUME}; if the model's tensors take longer, raise {TIMEOUT_VARIABLE}, the limit in seconds"
+            fix = f"raise {TIMEOUT_VARIABLE}, the limit in seconds, if the model's tensors take longer; then {RESUME}"
             raise UserError(what, where=str(buckets.zmq_handle), why=why, fix=fix) from error
         inbox.close()
 

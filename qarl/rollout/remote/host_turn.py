@@ -27,7 +27,7 @@ _numbers = count()
 def turn_on_host(run: str, *, seconds: float, limit: str) -> Iterator[None]:
     """Reserve this host for `run`. Processes of one run share the turn. Processes of other runs wait.
 
-    `limit`: the end of the error's advice, which says what sets the time limit.
+    `limit`: a part of the error's advice, which says what sets the time limit.
 
     Raise UserError if the turn does not come within `seconds`, because a process of another run is stopped or stuck."""
     folder = FOLDER / f"qarl-publish-{os.getuid()}"
@@ -42,8 +42,7 @@ def turn_on_host(run: str, *, seconds: float, limit: str) -> Iterator[None]:
                 where=str(holder),
                 why="the process in its name (RUN.PROCESS.NUMBER.holder) is stopped or stuck in a publish; runs on one "
                 "host publish one after the other",
-                fix="continue or end that process, then run the same command again: it resumes from the last "
-                f"checkpoint; {limit}",
+                fix=f"continue or end that process ({limit}), then run the same command again",
             )
         time.sleep(_POLL_SECONDS)
         holder = _try_turn(folder, owner)

@@ -23,10 +23,11 @@ COMMIT = "qarl.commit"
 
 
 RETRY = (
-    "publish all tensors once more: with backend=verl run the same command again, which resumes from the last "
-    "checkpoint; in your own program call send_weights again"
+    "publish all tensors once more: in your own program call send_weights again; with backend=verl run the same "
+    "command again"
 )
-"""The advice in errors of a publish that failed on its way."""
+"""The end of the advice in errors of a publish that failed on its way. verl's driver, which knows the checkpoints, adds
+what the command will do (`qarl.verl.failures`)."""
 
 
 class TransferFailed(UserError):
@@ -83,5 +84,5 @@ def check_digest(name: str, computed: int, sent: int) -> None:
             f"{name} was damaged on the way to the engine",
             where=f"checksum {computed & (2**64 - 1):016x}, sent as {sent & (2**64 - 1):016x}",
             why="the engine did not receive the bytes that the trainer's forward used",
-            fix=f"{RETRY}; if the error comes back, check the memory of this machine",
+            fix=f"check the memory of this machine if the error comes back; {RETRY}",
         )

@@ -349,7 +349,7 @@ def _receive_header(peer: socket.socket) -> dict[str, Any]:
         raise TransferFailed(
             "a frame of a publish cannot be read",
             why=f"its header of {size} bytes is not a JSON object",
-            fix=f"{RETRY}; if the error comes back, another program uses this port",
+            fix=f"if the error comes back, another program uses this port; {RETRY}",
         )
     return content
 

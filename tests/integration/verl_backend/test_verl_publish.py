@@ -20,6 +20,7 @@ from ranks import RAYS, run_ranks
 from qarl.errors import UserError
 from qarl.rollout.remote.receive import StreamReceiver
 from qarl.rollout.remote.records import UNIT, TransferFailed, without_number
+from qarl.rollout.remote.sockets import PeerLost
 from qarl.rollout.remote.wire import encode_publish, numbered
 
 pytest.importorskip("verl")
@@ -27,6 +28,8 @@ pytest.importorskip("vllm")
 
 from qarl.rollout.remote import host_turn
 from qarl.rollout.remote.host_turn import turn_on_host
+from qarl.verl.ask_servers import RESUME
+from qarl.verl.failures import as_user_error, what_resumes
 from qarl.verl.publication import publish_timeout, refuse_other_run, reserved
 
 
@@ -55,6 +58,16 @@ def test_weights_of_another_run_are_refused_by_name(sender):
         receiver.feed(encode_publish(TENSORS, version=3, run=sender))
     assert weights.stale
     assert sender in caught.value.where and "host/1/01000000" in caught.value.where
+    assert caught.value.fix.endswith(RESUME)
+
+
+@pytest.mark.parametrize(
+    "error", [TransferFailed("lost"), PeerLost("lost")], ids=lambda error: type(error).__name__
+)
+def test_what_a_failed_publish_advises_is_what_the_command_will_do(tmp_path, error):
+    """The driver says it, because the worker does not know whether there is a checkpoint to resume from."""
+    told = as_user_error(error, tmp_path)
+    assert told.fix == f"{error.fix}: {what_resumes(tmp_path)}" and "starts fresh" in told.fix
 
 
 @pytest.mark.parametrize("name", ["RAY_RAYLET_PID", "RAY_JOB_ID"])
@@ -73,6 +86,7 @@ def test_runs_wait_for_each_other_and_ranks_of_one_do_not():
         ) as caught:
             turn("host/1/b", seconds=0.1).__enter__()
         assert f".{os.getpid()}." in caught.value.where
+        assert caught.value.fix.endswith(RESUME)
     with turn("host/1/b", seconds=0.1):
         pass
 

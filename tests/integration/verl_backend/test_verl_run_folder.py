@@ -26,10 +26,11 @@ from qarl.hangup import interrupted_code
 from qarl.metrics.tracker import read_metrics
 from qarl.rollout.publish.checksum import checksums
 from qarl.verl.config import trainer_keys
+from qarl.verl.config_classes import QuantSettings
 from qarl.verl.followed_log import MetricsFollower, our_names
 from qarl.verl.interrupts import answered_interrupt
 from qarl.verl.saving import HAS_QUEUE, QUEUE
-from qarl.verl.state_record import PARTS, check_record, engine_state
+from qarl.verl.state_record import PARTS, check_record, engine_state, save_record
 
 pytest.importorskip("verl")
 
@@ -361,7 +362,11 @@ def stepped_engine() -> Any:
     for part in PARTS:
         setattr(manager, f"should_load_{part}", part != "extra")
     return SimpleNamespace(
-        checkpoint_manager=manager, optimizer=optimizer, lr_scheduler=scheduler, rank=0
+        checkpoint_manager=manager,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        rank=0,
+        quant=QuantSettings(),
     )
 
 
@@ -387,6 +392,37 @@ def test_a_loaded_state_must_be_the_saved_one(tmp_path, monkeypatch, changes, wr
         return
     with pytest.raises(UserError, match=rf"1 parts of the loaded state differ[\s\S]*{wrong}"):
         check_record(engine, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "named"),
+    [
+        ({"scheme": "w8a8"}, {"scheme": "w8a8"}, None),
+        ({"mismatch_limit": 0.1}, {"mismatch_limit": 0.2}, None),
+        ({"scheme": "w8a8"}, {"scheme": "fp8"}, "quant.scheme=fp8, saved with w8a8"),
+        ({"align": "model"}, {"align": "off"}, "quant.align=off, saved with model"),
+        ({"group_size": 64}, {"group_size": 32}, "quant.group_size=32, saved with 64"),
+        ({"lora": {"r": 8}}, {}, "quant.lora="),
+        ({"scheme": "w8a8"}, None, "quant.scheme=None, saved with w8a8"),
+        (None, {"scheme": "w8a8"}, "quant.scheme=w8a8, saved with None"),
+    ],
+)
+def test_a_resume_multiplies_as_before(tmp_path, monkeypatch, saved, now, named):
+    """verl's own command line has no other check of this."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    engine = stepped_engine()
+    engine.checkpoint_manager.should_save_model = True
+    engine.checkpoint_manager.should_save_optimizer = True
+    engine.checkpoint_manager.should_save_extra = False
+    engine.quant = None if saved is None else QuantSettings(**saved)
+    save_record(engine, str(tmp_path))
+    engine.quant = None if now is None else QuantSettings(**now)
+    if named is None:
+        assert "equals the saved one" in check_record(engine, str(tmp_path))
+        return
+    with pytest.raises(UserError, match="other settings of quant") as error:
+        check_record(engine, str(tmp_path))
+    assert named in str(error.value)
 
 
 def test_copies_to_the_host_are_complete_before_they_are_read(monkeypatch):

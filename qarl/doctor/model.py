@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from qarl.align.applied_level import AppliedLevel
@@ -190,6 +192,26 @@ def engine_kernels(
             )
 
 
+def compiled_kernels(scheme: Scheme, machine: Machine, experts_kernel: Choice | None) -> Findings:
+    """Launch what the driver compiles at its first launch, so that the run finds it compiled."""
+    if experts_kernel is None:
+        return
+    name = experts_kernel.kernel.name
+    began = time.monotonic()
+    try:
+        compiles = experts_kernel.kernel.warm(scheme, torch.device(machine.device))
+    except RuntimeError as failure:
+        yield warning(
+            f"{name} was not launched",
+            why=str(failure).partition("\n")[0],
+            fix="nothing, if other processes fill the GPU; the run's first step may then take a minute longer",
+        )
+        return
+    if compiles:
+        seconds = time.monotonic() - began
+        yield ok(f"the driver has compiled {name} ({seconds:.0f} s), and caches it for the run")
+
+
 def layer_lines(names: Sequence[str], shapes: layers.Shapes) -> tuple[str, ...]:
     """Return lines with name and [N, K]. Layers whose names differ only in numbers share a line."""
     by_shape: dict[tuple[int, int], list[str]] = {}
@@ -363,6 +385,13 @@ CHECKS = (
     Check("ignore list", "entries of quant.ignore match layers", ignored_layers),
     Check("kernels", "the trainer has kernels", trainer_kernels),
     Check("kernels", "vLLM has kernels", engine_kernels),
+    Check(
+        "kernels",
+        "the driver has compiled what it must",
+        compiled_kernels,
+        here=True,
+        device="cuda",
+    ),
     Check("kernels", "quant.align applies", alignment),
     Check("published tensors", "a publish", published),
     Check("memory", "the run fits into memory", planned_memory),

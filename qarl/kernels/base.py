@@ -253,6 +253,11 @@ class ExpertsKernel(Kernel):
         """x [T, H] BF16, FP32 weights and int32 ids [T, k] -> [T, H] BF16, a new tensor."""
         raise NotImplementedError
 
+    @classmethod
+    def warm(cls, scheme: Scheme, device: torch.device) -> bool:
+        """Launch once what the driver compiles at its first launch, and wait for it. Return whether there is such."""
+        return False
+
     @staticmethod
     def quantize(operands: Operands, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize x BF16 [M, K] as this kernel does for 8-bit operands.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from contract_checks import chosen_experts_reference
@@ -12,6 +14,7 @@ from qarl.bench.expert_cases import ROUTINGS, ExpertLayer, experts
 from qarl.bench.kernel_arguments import Arguments
 from qarl.kernels.base import ExpertsKernel, ExpertsShape
 from qarl.kernels.cuda import layer_ops
+from qarl.kernels.cuda.vllm_experts import VllmMarlinExperts
 from qarl.kernels.experts import LowBitExperts, fused_experts
 from qarl.schemes import get_scheme
 
@@ -117,3 +120,13 @@ def test_a_repeated_backward_gives_the_same_bits() -> None:
     for again in made[1:]:
         for first, second in zip(made[0], again, strict=True):
             assert first is not None and second is not None and torch.equal(first, second)
+
+
+def test_marlin_is_compiled_once() -> None:
+    device, scheme = torch.device("cuda", 0), get_scheme("w4a16", 128)
+    if why_not := VllmMarlinExperts.unavailable(scheme, device, SHAPE):
+        pytest.skip(why_not)
+    assert VllmMarlinExperts.warm(scheme, device)
+    began = time.monotonic()
+    assert VllmMarlinExperts.warm(scheme, device)
+    assert time.monotonic() - began < 1

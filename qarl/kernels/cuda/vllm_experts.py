@@ -119,6 +119,25 @@ class VllmMarlinExperts(ExpertsKernel):
         )
         return y
 
+    @classmethod
+    def warm(cls, scheme: Scheme, device: torch.device) -> bool:
+        """vLLM's wheel has PTX of this kernel but no machine code for capability 9.0, so the driver compiles it, in up
+        to 70 s on an H200, and caches the result (`~/.nv/ComputeCache`, CUDA_CACHE_PATH)."""
+        assert scheme.group_size is not None
+        experts, tokens, width = 8, 16, 4 * max(scheme.group_size, 64)
+        groups = width // scheme.group_size
+        codes = [(experts, width // 16, 2 * columns) for columns in (2 * width, width)]
+        scales = [(experts, groups, columns) for columns in (2 * width, width)]
+        prepared = Experts(
+            *(torch.zeros(shape, dtype=torch.int32, device=device) for shape in codes),
+            *(torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in scales),
+        )
+        x = torch.zeros(tokens, width, dtype=torch.bfloat16, device=device)
+        ids = torch.arange(2 * tokens, dtype=torch.int32, device=device).view(tokens, 2) % experts
+        cls.forward(x, torch.full((tokens, 2), 0.5, device=device), ids, prepared)
+        torch.cuda.synchronize(device)
+        return True
+
 
 @cache
 def _no_columns(experts: int, device: torch.device) -> torch.Tensor:

@@ -82,16 +82,20 @@ def engines_kernel(scheme: str) -> Any:
 def engines_layer(scheme: str, layers: list[QuantLinear], kernel: Any) -> nn.Module:
     """One fused layer with the published tensors, after vLLM's processing of loaded weights."""
     module = nn.Module()
-    parts = [layer.quantized().tensors for layer in layers]
-    for name in (
-        ("weight_packed", "weight_scale") if scheme == "w4a16" else ("weight", "weight_scale")
-    ):
-        value = torch.cat([part[name] for part in parts])
-        if scheme == "fp8" and name == "weight":
-            value = value.t()  # as CompressedTensorsW8A8Fp8 leaves it
+    for name, value in published(scheme, layers).items():
         module.register_parameter(name, nn.Parameter(value, requires_grad=False))
     kernel.process_weights_after_loading(module)
     return module
+
+
+def published(scheme: str, layers: list[QuantLinear]) -> dict[str, torch.Tensor]:
+    """The tensors of one fused layer as vLLM loads them."""
+    parts = [layer.quantized().tensors for layer in layers]
+    names = ("weight_packed" if scheme == "w4a16" else "weight", "weight_scale")
+    tensors = {name: torch.cat([part[name] for part in parts]) for name in names}
+    if scheme == "fp8":
+        tensors["weight"] = tensors["weight"].t()  # as CompressedTensorsW8A8Fp8 leaves it
+    return tensors
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, indirect=True)
@@ -125,15 +129,20 @@ def test_rows_cut_in_any_way_have_the_same_bits_on_both_sides(scheme: str) -> No
 @pytest.mark.parametrize("scheme", SCHEMES, indirect=True)
 def test_the_engine_calls_one_operator_on_the_wire_tensors(scheme: str) -> None:
     """torch.compile sees shapes alone: the operator's fake result has those of the real one. A CUDA graph may have
-    captured addresses: processing moves no parameter."""
+    captured addresses: another publish moves no parameter, whose values are those of a kernel's copy in W4A16."""
     load_general_plugins()
-    kernel = engines_kernel(scheme)
-    module = engines_layer(scheme, trainers_layers(scheme), kernel)
-    before = {name: (p.data_ptr(), p.shape, p.dtype) for name, p in module.named_parameters()}
-    kernel.process_weights_after_loading(module)
-    assert {
-        name: (p.data_ptr(), p.shape, p.dtype) for name, p in module.named_parameters()
-    } == before
+    layers, kernel = trainers_layers(scheme), engines_kernel(scheme)
+    module = engines_layer(scheme, layers, kernel)
+    before = {name: (p.data_ptr(), p.dtype, p.clone()) for name, p in module.named_parameters()}
+    if scheme == "w4a16":
+        module.weight_packed.data.zero_()
+        kernel.write(module, published(scheme, layers))
+    else:
+        kernel.process_weights_after_loading(module)
+    for name, parameter in module.named_parameters():
+        address, dtype, values = before[name]
+        assert (parameter.data_ptr(), parameter.dtype) == (address, dtype), name
+        assert torch.equal(parameter.view(torch.uint8), values.view(torch.uint8)), name
     weight, scale = (p.detach() for p in module.parameters())
     operands = (weight.t() if scheme == "fp8" else weight, scale, None, "qarl", scheme, sum(PARTS))
     x = torch.randn(5, K).bfloat16().to(DEVICE)

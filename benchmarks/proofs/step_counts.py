@@ -84,10 +84,11 @@ def divided(one: Counting, two: Counting) -> tuple[Row, Row]:
     counts = asdict(one.counts)
     of_layer = {name: value - counts[name] for name, value in asdict(two.counts).items()}
     of_rest = {name: counts[name] - value for name, value in of_layer.items()}
-    return tuple(
-        row | {"kernels_by_name": {name: number for name, number in names.items() if number}}
-        for row, names in ((of_layer, layer), (of_rest, rest))
-    )
+    return named(of_layer, layer), named(of_rest, rest)
+
+
+def named(counts: Row, names: Counter[str]) -> Row:
+    return counts | {"kernels_by_name": {name: number for name, number in names.items() if number}}
 
 
 def passes(kind: str, layers: int, scheme: str) -> tuple[Counting, Counting]:

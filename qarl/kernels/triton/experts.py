@@ -12,7 +12,8 @@ transient BF16 buffer for PyTorch's grouped product. This choice depends only on
 routing cannot change it.
 
 With `batch_invariant`, the W4A16 product dequantizes in registers for any M / E, in steps of one length (BK). So each
-sum is added in one order, whatever the tile. int8 sums are exact, and all tiles of FP8 have one BK too.
+sum is added in one order, whatever the tile. int8 sums are exact, and all tiles of FP8 have one BK on Hopper
+and Blackwell (10.x). On capability 12.x, where no level promises equal bits, they have two.
 """
 
 from __future__ import annotations

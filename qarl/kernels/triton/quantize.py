@@ -403,8 +403,7 @@ def quantize_tokens_kernel(
 def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """x BF16 [M, K], rows may be strided -> (`dtype` [M, K], FP32 scales [M, 1]).
 
-    `dtype`: torch.int8 (as `quantize_int8_cuda`) or torch.float8_e4m3fn (as `quantize_fp8_cuda`). Projections with the
-    same input (q, k, v; gate, up) share one call.
+    `dtype`: torch.int8 (as `quantize_int8_cuda`) or torch.float8_e4m3fn (as `quantize_fp8_cuda`).
     """
     x = adjacent(x.detach())
     values = x.new_empty(x.shape, dtype=dtype)

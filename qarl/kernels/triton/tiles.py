@@ -7,8 +7,9 @@ weight is dequantized first.
 Rules of an operation whose name ends in `_invariant` serve every M, and a row has the same bits with all of them. W4A16
 has such rules by M, which share BK and split no sum. On Hopper a tensor core adds the products of 16 numbers of K at a
 time, in ascending order, to one FP32 accumulator; neither BM nor BN changes this. Ampere's and the GeForce cards' tiles
-all use one instruction (m16n8k16). This was read and tested in Triton's interpreter, not on a device. FP8, and every
-scheme on Blackwell (10.x), have one tile for every M. int8 has no such rules: exact sums are equal with any tile.
+all use one instruction (m16n8k16). This was read and tested in Triton's interpreter, not on a device. Dense FP8, and
+every dense scheme on Blackwell (10.x), have one tile for every M. int8 has no such rules: exact sums are equal with any
+tile.
 
 Nothing is timed at run time, so the same shape on the same kind of GPU always gets the same tile and order of
 summation. `scripts/tune_triton.py` times candidates on a GPU and writes the file.

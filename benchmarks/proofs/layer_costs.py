@@ -30,6 +30,7 @@ from benchmarks.proofs.shard_costs import (
 from qarl.bench.model import default_group_size
 from qarl.bench.plan.traffic import dense_linears
 from qarl.checks.model_size import ModelSize
+from qarl.kernels.base import PreparedStacks
 from qarl.kernels.cuda.vllm_experts import Experts
 from qarl.kernels.experts import TritonExperts, TritonInvariantExperts, fused_experts
 from qarl.quant.experts import ExpertsInOneCopy
@@ -93,7 +94,9 @@ def expert_phases(size: ModelSize, scheme_name: str, group_size: int, tokens: in
     def block(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         with counting() as counter:
             runs.append(counter)
-            experts = ExpertsInOneCopy(_engine(scheme_name, counter, size), *gathered)
+            kernel = _engine(scheme_name, counter, size)
+            wire_gate_up, wire_down = gathered
+            experts = ExpertsInOneCopy(kernel, wire_gate_up, wire_down, scheme.operands)
             return fused_experts(x, weights, ids, gate_up, down, experts)
 
     y = block(x, weights)
@@ -126,8 +129,9 @@ def own_forward_phase(size: ModelSize, scheme_name: str, group_size: int, tokens
     x = on_meta(tokens, size.hidden)
     weights = on_meta(tokens, top_k, dtype=torch.float32)
     ids = on_meta(tokens, top_k, dtype=torch.int32)
+    prepared = PreparedStacks(gate_up, down, scheme.operands)
     with counting() as counter:
-        TritonInvariantExperts.forward(x, weights, ids, (gate_up, down))
+        TritonInvariantExperts.forward(x, weights, ids, prepared)
     least = _least_forward(size, tokens, scheme_name, group_size)
     return Phase.of("own forward", counter, least)
 

@@ -15,11 +15,12 @@ from qarl.bench.competitors import Competitor, ends, error_of, exact, random_row
 from qarl.bench.kernel_arguments import Arguments
 from qarl.kernels.base import ExpertsKernel, ExpertsShape, Tensors
 from qarl.kernels.experts import ReferenceExperts
-from qarl.kernels.grouped import dequantized, operands_of, route
+from qarl.kernels.grouped import dequantized, route
 from qarl.kernels.reference import silu_mul
 from qarl.kernels.registry import experts_kernels_of
 from qarl.quant.experts import quantize_stack
 from qarl.schemes import UNQUANTIZED, Scheme, get_scheme
+from qarl.schemes.base import Operands
 
 ROUTINGS = ("balanced", "skewed")
 LAYER_ERROR = {"bf16": 5e-3, "int8": 1e-2, "float8": 3e-2}
@@ -110,13 +111,15 @@ def experts(layer: ExpertLayer, tokens: int, routing: str) -> list[Competitor]:
         if not scheme.quantized:
             kernels = {"bf16": ReferenceExperts} | kernels  # the baseline
         for label, kernel in kernels.items():
-            prepare = cache(partial(kernel.prepare, stacks["gate_up"], stacks["down"]))
+            wire = stacks["gate_up"], stacks["down"]
+            prepare = cache(partial(kernel.prepare, *wire, scheme.operands))
 
             def call(kernel: Any = kernel, prepare: Any = prepare) -> Any:
                 # Prepared in the first call, so that a kernel that cannot is only this competitor's failure.
                 return kernel.forward(x, weights, ids, prepare())
 
-            error = error_of(call, _exact_layer(*some, stacks, _as_read(kernel, scheme)))
+            exactly = _exact_layer(*some, stacks, scheme.operands, _as_read(kernel, scheme))
+            error = error_of(call, exactly)
             competitors.append(Competitor(name, label, call, error, allowed, moved, flop))
     return competitors
 
@@ -135,9 +138,9 @@ def _as_read(kernel: type[ExpertsKernel], scheme: Scheme) -> Rounded:
     return lambda x: exact(*kernel.quantize(operands, x.to(torch.bfloat16).contiguous()))
 
 
-def _exact_stack(tensors: Tensors) -> torch.Tensor:
+def _exact_stack(tensors: Tensors, operands: Operands) -> torch.Tensor:
     """Return the dequantized weights [E, N, K]: rounded to BF16 if the kernel multiplies BF16 weights, else exact."""
-    if not operands_of(tensors).rounds_activations:
+    if not operands.rounds_activations:
         return dequantized(tensors)
     return exact(tensors["weight"], tensors["weight_scale"])
 
@@ -147,6 +150,7 @@ def _exact_layer(
     weights: torch.Tensor,
     ids: torch.Tensor,
     parts: Mapping[str, Tensors],
+    operands: Operands,
     rounded: Rounded,
 ) -> torch.Tensor:
     """Compute the layer in float64 for a few tokens, rounding to BF16 between the two products."""
@@ -159,7 +163,10 @@ def _exact_layer(
             {n: t[expert : expert + 1] for n, t in parts[part].items()}
             for part in ("gate_up", "down")
         )
-        gate, up = (inputs[token] @ _exact_stack(gate_up)[0].double().t()).bfloat16().chunk(2, 1)
-        y = rounded(silu_mul(gate, up)) @ _exact_stack(down)[0].double().t()
+        exact_gate_up, exact_down = (
+            _exact_stack(stack, operands)[0].double() for stack in (gate_up, down)
+        )
+        gate, up = (inputs[token] @ exact_gate_up.t()).bfloat16().chunk(2, 1)
+        y = rounded(silu_mul(gate, up)) @ exact_down.t()
         out.index_add_(0, token, y * weights[token, choice, None])
     return out

@@ -25,6 +25,7 @@ from qarl.config.schema import BATCHED_TOKENS
 if TYPE_CHECKING:
     from qarl.config import Config
     from qarl.schemes import Scheme
+    from qarl.schemes.kernel_choice import KernelChoice
 
 ENGINE_WORKSPACE_BYTES = GIB
 """A rough allowance for vLLM's forward, in addition to weights and KV cache."""
@@ -44,17 +45,18 @@ def not_shared(size: ModelSize, config: Config) -> int:
     packed = 2 * sum(n * k for name, (n, k) in size.linears().items() if name not in quantized)
     for name, shape in quantized.items():
         if ".experts." in name and scheme.experts_repacked_on_cpus:
-            packed += repacked_expert(scheme, shape)
+            packed += repacked_expert(scheme, config.quant.kernels, shape)
         elif scheme.repacked_on_cpus or own_layouts:
             packed += scheme.wire_bytes(*shape)
     return packed
 
 
-def repacked_expert(scheme: Scheme, shape: Shape) -> int:
+def repacked_expert(scheme: Scheme, kernels: KernelChoice, shape: Shape) -> int:
     """Return the bytes of an expert's matrix as an engine on a CPU holds it."""
-    from qarl.kernels.cpu.vllm_experts import CpuExperts
+    from qarl.kernels.registry import presumed_experts_kernel
 
-    return CpuExperts.prepared_bytes(scheme, shape)
+    kernel = presumed_experts_kernel(scheme.operands, kernels, "cpu")
+    return 0 if kernel is None else kernel.prepared_bytes(scheme, shape)
 
 
 def own_layout(size: ModelSize, config: Config) -> int:

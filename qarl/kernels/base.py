@@ -127,6 +127,8 @@ class LinearKernel(Kernel):
     speed               how fast it is on a GPU, for `qarl bench plan`, or None if nobody has measured it or its like
     least_rows          the rows of x from which on a row has the same bits in any number of rows. With fewer, `linear`
                         pads x; so does the engine at level `model` (`qarl.rollout.vllm_plugin.cuda_linears`)
+    multiplies_experts  whether experts with these operands are multiplied by it, one after another: by a reference in
+                        `ReferenceExperts`, by others in `CpuExperts`
 
     Of a kernel with an option of its own (not only the engine's) `prepare` returns a `PreparedWeight`, whose two
     tensors the engine keeps as the parameters of a layer (`qarl.rollout.vllm_plugin.own_linears`).
@@ -139,6 +141,7 @@ class LinearKernel(Kernel):
     input_gradient_by: ClassVar[type[LinearKernel] | None] = None
     speed: ClassVar[Speed | None] = None
     least_rows: ClassVar[int] = 1
+    multiplies_experts: ClassVar[bool] = False
 
     @classmethod
     def unavailable(cls, device: torch.device, shape: tuple[int, int]) -> str | None:
@@ -206,6 +209,14 @@ class ExpertsShape(NamedTuple):
     intermediate: int
 
 
+class PreparedStacks(NamedTuple):
+    """The stacks of a layer's experts in the names, dtypes and shapes of wire tensors, and what multiplies them."""
+
+    gate_up: Tensors
+    down: Tensors
+    operands: Operands
+
+
 class ExpertsKernel(Kernel):
     """A kernel for layers of experts.
 
@@ -215,8 +226,8 @@ class ExpertsKernel(Kernel):
     least_pairs      the fewest pairs of a token and an expert in a call, or 0. With fewer the operator rounds in
                      another order, so trainer and engine both add some (`with_least_pairs`)
 
-    Of a kernel with an option of its own (not only the engine's) `prepare` returns two mappings, of gate_up and down,
-    with the names, dtypes and shapes of wire tensors. The engine keeps them as the parameters of a layer
+    Of a kernel for GPUs with an option of its own (not only the engine's) `prepare` returns `PreparedStacks`, with the
+    names, dtypes and shapes of wire tensors. The engine keeps them as the parameters of a layer
     (`qarl.rollout.vllm_plugin.cuda_experts`).
     """
 
@@ -226,14 +237,19 @@ class ExpertsKernel(Kernel):
     least_pairs: ClassVar[int] = 0
 
     @classmethod
+    def all_operands(cls) -> tuple[Operands, ...]:
+        """Return what it multiplies. A kernel that calls kernels of linears asks them."""
+        return cls.operands
+
+    @classmethod
     def unavailable(cls, scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
         """Return why this kernel cannot be used for experts of this scheme and shape here, or None if it can."""
         raise NotImplementedError
 
-    @staticmethod
-    def prepare(gate_up: Tensors, down: Tensors) -> Any:
-        """Convert the stacked wire tensors to what `forward` reads. Trained weights are converted once per optimizer
-        step."""
+    @classmethod
+    def prepare(cls, gate_up: Tensors, down: Tensors, operands: Operands) -> Any:
+        """Convert the stacked wire tensors to what `forward` reads. `operands`: what the layer's scheme multiplies.
+        Trained weights are converted once per optimizer step."""
         raise NotImplementedError
 
     @staticmethod
@@ -242,9 +258,9 @@ class ExpertsKernel(Kernel):
         return {}, {}
 
     @classmethod
-    def prepare_gathered(cls, gate_up: Tensors, down: Tensors) -> Any:
+    def prepare_gathered(cls, gate_up: Tensors, down: Tensors, operands: Operands) -> Any:
         """Do the same for stacks that are converted in every forward. They may already be in `layout`."""
-        return cls.prepare(gate_up, down)
+        return cls.prepare(gate_up, down, operands)
 
     @classmethod
     def forward(

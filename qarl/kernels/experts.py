@@ -14,8 +14,8 @@ With Triton, dWd is dy^T (w â). a has fewer columns than dy, and the pass over 
 
 Products are in BF16 with FP32 sums. The values that the backward computes again can differ from the engine's forward in
 the last BF16 bit. With many rows an expert, products multiply by a BF16 copy of a stack. A pass makes each copy once,
-the backward multiplies by that of gate_up twice, and the two are never there together. W4A8 is not supported. A token's
-experts must all be different.
+the backward multiplies by that of gate_up twice, and the two are never there together. A token's experts must all be
+different.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from qarl.kernels.base import ExpertsKernel, ExpertsShape, Tensors
+from qarl.kernels.base import ExpertsKernel, ExpertsShape, PreparedStacks, Tensors
 from qarl.kernels.grouped import (
-    LOW_BIT,
     Routing,
     Stack,
     combine,
@@ -41,9 +40,9 @@ from qarl.kernels.grouped import (
     swiglu,
     weight_gradient,
 )
-from qarl.kernels.reference import quantize_fp8, quantize_int8
+from qarl.kernels.linear_kernels import LINEAR_KERNELS, multiply_experts
 from qarl.kernels.triton.linears import unavailable
-from qarl.schemes.base import BF16_BF16, INT8_INT8, Operands, Scheme
+from qarl.schemes.base import BF16_BF16, FP8_FP8, INT4_BF16, INT8_INT8, Operands, Scheme
 from qarl.schemes.kernel_choice import KernelChoice
 
 
@@ -56,12 +55,15 @@ class LowBitExperts(NamedTuple):
     kernel: type[ExpertsKernel]
     gate_up: Tensors
     down: Tensors
+    operands: Operands
     prepared: Any
 
     @classmethod
-    def of(cls, kernel: type[ExpertsKernel], gate_up: Tensors, down: Tensors) -> LowBitExperts:
-        """Prepare one layer's experts."""
-        return cls(kernel, gate_up, down, kernel.prepare(gate_up, down))
+    def of(
+        cls, kernel: type[ExpertsKernel], gate_up: Tensors, down: Tensors, operands: Operands
+    ) -> LowBitExperts:
+        """Prepare one layer's experts. `operands`: what its scheme multiplies."""
+        return cls(kernel, gate_up, down, operands, kernel.prepare(gate_up, down, operands))
 
 
 def fused_experts(
@@ -126,8 +128,8 @@ class _Backward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, topk_weights, topk_ids = ctx.saved_tensors
-        gate_up = Stack(ctx.experts.gate_up)
-        down = Stack(ctx.experts.down)
+        gate_up = Stack(ctx.experts.gate_up, ctx.experts.operands)
+        down = Stack(ctx.experts.down, ctx.experts.operands)
         need_x, need_router, need_gate_up, need_down = ctx.needs_input_grad[:4]
         routing = route(topk_ids, gate_up.experts)
         grad = grad_outputs[0][routing.token]
@@ -269,9 +271,9 @@ class _GroupedExperts(ExpertsKernel):
     in FP32, and the sum is rounded."""
 
     @staticmethod
-    def prepare(gate_up: Tensors, down: Tensors) -> tuple[Tensors, Tensors]:
+    def prepare(gate_up: Tensors, down: Tensors, operands: Operands) -> PreparedStacks:
         """Return the wire tensors themselves."""
-        return gate_up, down
+        return PreparedStacks(gate_up, down, operands)
 
     @classmethod
     def forward(
@@ -279,9 +281,10 @@ class _GroupedExperts(ExpertsKernel):
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        prepared: tuple[Tensors, Tensors],
+        prepared: PreparedStacks,
     ) -> torch.Tensor:
-        gate_up, down = (Stack(tensors) for tensors in prepared)
+        gate_up = Stack(prepared.gate_up, prepared.operands)
+        down = Stack(prepared.down, prepared.operands)
         routing = route(topk_ids, gate_up.experts)
         values, scale = _multiplied(cls, gate_up.operands, x)
         each: Any = {"batch_invariant": cls.row_invariant}
@@ -295,7 +298,7 @@ class TritonExperts(_GroupedExperts):
     """Experts computed by the Triton kernels of qarl.kernels.triton."""
 
     name = "triton"
-    operands = LOW_BIT
+    operands = (INT4_BF16, INT8_INT8, FP8_FP8)
 
     @staticmethod
     def unavailable(scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
@@ -322,8 +325,12 @@ class ReferenceExperts(_GroupedExperts):
     """Experts computed one after another, with PyTorch's own products."""
 
     name = "reference"
-    operands = (*LOW_BIT, BF16_BF16)
     reference = True
+
+    @classmethod
+    def all_operands(cls) -> tuple[Operands, ...]:
+        linears = (k for k in LINEAR_KERNELS if k.reference and k.multiplies_experts)
+        return (*(kernel.operands for kernel in linears), BF16_BF16)
 
     @staticmethod
     def unavailable(scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
@@ -331,4 +338,6 @@ class ReferenceExperts(_GroupedExperts):
 
     @staticmethod
     def quantize(operands: Operands, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return (quantize_int8 if operands == INT8_INT8 else quantize_fp8)(x)
+        linear = next(kernel for kernel in multiply_experts(operands) if kernel.reference)
+        quantized: tuple[torch.Tensor, torch.Tensor] = linear.quantize_input(x)
+        return quantized

@@ -22,10 +22,7 @@ from qarl.kernels.base import Tensors, dequantize, is_gpu
 from qarl.kernels.int4 import dequantize_int4
 from qarl.kernels.reference import grouped_linear, silu_mul
 from qarl.kernels.triton.linears import unavailable
-from qarl.schemes.base import BF16_BF16, FP8_FP8, INT4_BF16, INT8_INT8, Operands
-
-LOW_BIT = (INT4_BF16, INT8_INT8, FP8_FP8)
-"""The low-bit operands of experts."""
+from qarl.schemes.base import BF16_BF16, INT4_BF16, Operands
 
 
 class Routing(NamedTuple):
@@ -97,14 +94,6 @@ def dequantized_rows(values: torch.Tensor, scale: torch.Tensor | None) -> torch.
     return dequantize(values, scale)
 
 
-def operands_of(tensors: Tensors) -> Operands:
-    """Return what multiplies these wire tensors of experts. int4 codes may be in tiles."""
-    if "weight_packed" in tensors or "weight_tiles" in tensors:
-        return INT4_BF16
-    of_codes = {torch.int8: INT8_INT8, torch.bfloat16: BF16_BF16, torch.float8_e4m3fn: FP8_FP8}
-    return of_codes[tensors["weight"].dtype]
-
-
 def sizes_of(tensors: Tensors) -> tuple[int, int]:
     """Return E and N, the first two dimensions of the stacked wire tensors."""
     experts, rows = next(iter(tensors.values())).shape[:2]
@@ -114,14 +103,11 @@ def sizes_of(tensors: Tensors) -> tuple[int, int]:
 class Stack:
     """A layer's stack of weights for one pass, and its BF16 copy, which is made at most once, if a product needs it."""
 
-    def __init__(self, tensors: Tensors) -> None:
-        """`tensors`: wire tensors. int4 codes may not be in a kernel's layout."""
+    def __init__(self, tensors: Tensors, operands: Operands) -> None:
+        """`tensors`: wire tensors. int4 codes may not be in a kernel's layout. `operands`: what multiplies them."""
         self.tensors = tensors
+        self.operands = operands
         self._copy: torch.Tensor | None = None
-
-    @property
-    def operands(self) -> Operands:
-        return operands_of(self.tensors)
 
     @property
     def experts(self) -> int:

@@ -126,6 +126,7 @@ class ReferenceW4A16Linear(_Reference):
     """Dequantize once, then call `torch.nn.functional.linear` in the activations' dtype."""
 
     operands = INT4_BF16
+    multiplies_experts = True
 
     @classmethod
     def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
@@ -145,6 +146,7 @@ class ReferenceW8A8Linear(_Reference):
     """Dequantize both operands to float64 at every call."""
 
     operands = INT8_INT8
+    multiplies_experts = True
     quantize_input = staticmethod(quantize_int8)
 
     @staticmethod
@@ -176,6 +178,7 @@ class ReferenceW4A8Linear(ReferenceW8A8Linear):
     """Like ReferenceW8A8Linear, with int4 weights in groups."""
 
     operands = INT4_INT8
+    multiplies_experts = False
 
     @staticmethod
     def weight(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -17,66 +17,23 @@ from typing import Any, TypeVar
 import torch
 
 from qarl.errors import UserError, alternatives
-from qarl.kernels import reference
 from qarl.kernels.base import ExpertsKernel, ExpertsShape, Kernel, LinearKernel
-from qarl.kernels.cpu.torch_linears import (
-    CpuW4A8Linear,
-    DequantizedW4A16Linear,
-    TorchFP8Linear,
-    TorchInt8Linear,
-)
-from qarl.kernels.cpu.vllm_experts import CpuExperts, VllmCpuBf16Experts
-from qarl.kernels.cpu.vllm_linears import (
-    VllmCpuInt8Linear,
-    VllmCpuInt8TilesLinear,
-    VllmCpuWNA16Linear,
-)
-from qarl.kernels.cuda.machete import MacheteWholeLinear
+from qarl.kernels.cpu.vllm_experts import CpuExperts, CpuOwnExperts, VllmCpuBf16Experts
 from qarl.kernels.cuda.vllm_experts import (
     VllmCutlassExperts,
     VllmMarlinExperts,
     VllmTritonExperts,
 )
-from qarl.kernels.cuda.vllm_linears import (
-    VllmCutlassFP8Linear,
-    VllmCutlassInt8Linear,
-    VllmMacheteLinear,
-    VllmMarlinLinear,
-)
 from qarl.kernels.experts import ReferenceExperts, TritonExperts, TritonInvariantExperts
-from qarl.kernels.triton import linears as triton
+from qarl.kernels.linear_kernels import LINEAR_KERNELS
 from qarl.schemes.base import Operands, Scheme
 from qarl.schemes.kernel_choice import KernelChoice
 
 AnyKernel = TypeVar("AnyKernel", bound=type[Kernel])
 
-LINEAR_KERNELS: list[type[LinearKernel]] = [
-    VllmCpuWNA16Linear,
-    VllmMacheteLinear,
-    VllmMarlinLinear,
-    MacheteWholeLinear,
-    triton.TritonW4A16Linear,
-    triton.TritonInvariantW4A16Linear,
-    DequantizedW4A16Linear,
-    reference.ReferenceW4A16Linear,
-    VllmCpuInt8TilesLinear,
-    VllmCpuInt8Linear,
-    VllmCutlassInt8Linear,
-    TorchInt8Linear,
-    triton.TritonW8A8Linear,
-    reference.ReferenceW8A8Linear,
-    TorchFP8Linear,
-    VllmCutlassFP8Linear,
-    triton.TritonFP8Linear,
-    triton.TritonInvariantFP8Linear,
-    reference.ReferenceFP8Linear,
-    CpuW4A8Linear,
-    reference.ReferenceW4A8Linear,
-]
-"""All kernels of linears. Among those with the same operands, the order is that of preference."""
-
 EXPERTS_KERNELS: list[type[ExpertsKernel]] = [
     CpuExperts,
+    CpuOwnExperts,
     VllmCpuBf16Experts,
     VllmMarlinExperts,
     VllmCutlassExperts,
@@ -85,7 +42,7 @@ EXPERTS_KERNELS: list[type[ExpertsKernel]] = [
     TritonInvariantExperts,
     ReferenceExperts,
 ]
-"""The same for layers of experts."""
+"""All kernels of layers of experts. Among those with the same operands, the order is that of preference."""
 
 
 def register(kernel: AnyKernel) -> AnyKernel:
@@ -139,15 +96,8 @@ def experts_kernels_of(
     return tuple(
         kernel
         for kernel in EXPERTS_KERNELS
-        if operands in kernel.operands and kernels in kernel.options
+        if kernels in kernel.options and operands in kernel.all_operands()
     )
-
-
-def own_experts_kernel(kernels: KernelChoice, operands: Operands) -> type[ExpertsKernel] | None:
-    """Return the kernel of experts that trainer and engine both run if `kernels` is not the engine's own."""
-    if kernels.by_engine:
-        return None
-    return next(iter(experts_kernels_of(operands, kernels)), None)
 
 
 def presumed_experts_kernel(
@@ -176,7 +126,7 @@ def check_experts_registered(scheme: Scheme, kernels: KernelChoice = KernelChoic
     operands = scheme.operands
     if experts_kernels_of(operands, kernels):
         return
-    known = {each for k in EXPERTS_KERNELS if kernels in k.options for each in k.operands}
+    known = {each for k in EXPERTS_KERNELS if kernels in k.options for each in k.all_operands()}
     others = [choice for choice in KernelChoice if experts_kernels_of(operands, choice)]
     fix = f"choose another quant.scheme or a dense model; or {_REGISTER}"
     which = "of experts "

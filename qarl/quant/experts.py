@@ -44,6 +44,7 @@ from qarl.kernels.registry import choose_experts_kernel
 from qarl.quant.linear import QuantLayer
 from qarl.quant.quantize import phase, quantize
 from qarl.schemes import Scheme
+from qarl.schemes.base import Operands
 from qarl.schemes.kernel_choice import KernelChoice
 
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -213,11 +214,14 @@ class ExpertsInOneCopy(NamedTuple):
     kernel: type[ExpertsKernel]
     stored_gate_up: Tensors
     stored_down: Tensors
+    operands: Operands
 
     @property
     def prepared(self) -> Any:
         with phase("prepare"):
-            return self.kernel.prepare_gathered(self.stored_gate_up, self.stored_down)
+            return self.kernel.prepare_gathered(
+                self.stored_gate_up, self.stored_down, self.operands
+            )
 
     @property
     def gate_up(self) -> Tensors:
@@ -289,8 +293,9 @@ class QuantExperts(QuantLayer):
                     for leaf in STACKS
                 }
                 with phase("prepare"):
+                    gate_up, down = (stack.tensors for stack in quantized.values())
                     self._low_bit = LowBitExperts.of(
-                        self.kernel, *(stack.tensors for stack in quantized.values())
+                        self.kernel, gate_up, down, self.scheme.operands
                     )
             self._quantized = quantized
             self._mark()
@@ -329,7 +334,8 @@ class QuantExperts(QuantLayer):
     def low_bit(self) -> Any:
         """Return the weights for a forward and its backward."""
         if self.stored is not None:
-            return ExpertsInOneCopy(self.kernel, *self.stored.values())
+            gate_up, down = self.stored.values()
+            return ExpertsInOneCopy(self.kernel, gate_up, down, self.scheme.operands)
         self.quantized()
         assert self._low_bit is not None
         return self._low_bit

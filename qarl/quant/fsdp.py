@@ -104,7 +104,8 @@ class ShardedQuantExperts(_Sharded, QuantExperts):
         self.shards = {leaf: _shard(self, leaf) for leaf in STACKS} if scheme.quantized else {}
 
     def low_bit(self) -> Any:
-        return ExpertsInOneCopy(self.kernel, *(self._stack(leaf) for leaf in STACKS))
+        gate_up, down = (self._stack(leaf) for leaf in STACKS)
+        return ExpertsInOneCopy(self.kernel, gate_up, down, self.scheme.operands)
 
     def _stack(self, leaf: str) -> dict[str, torch.Tensor]:
         return (

@@ -179,7 +179,7 @@ class Scheme:
 
     @property
     def rounds_activations(self) -> bool:
-        return self.input_activations is not None
+        return self.operands.rounds_activations
 
     @property
     def is_coarse(self) -> bool:

@@ -33,7 +33,8 @@ def test_forward_and_gradients(scheme: str, kernel: type) -> None:
     x, weights, ids, gate_up, down = (tensor.to(device) for tensor in make(SHAPE, 61))
     wire = stacked(gate_up, scheme, 128), stacked(down, scheme, 128)
     inputs = [t.detach().clone().requires_grad_() for t in (x, weights, gate_up, down)]
-    y = fused_experts(*inputs[:2], ids, *inputs[2:], LowBitExperts.of(kernel, *wire))
+    experts = LowBitExperts.of(kernel, *wire, get_scheme(scheme, 128).operands)
+    y = fused_experts(*inputs[:2], ids, *inputs[2:], experts)
     grad = torch.randn_like(y)
     y.backward(grad)
     w1, w2 = (exact_weight(tensors).requires_grad_() for tensors in wire)
@@ -82,7 +83,7 @@ def test_a_token_does_not_depend_on_the_others(scheme: str) -> None:
     kernels = independent(scheme)
     assert kernels, "no kernel of this scheme keeps tokens apart"
     for kernel in kernels:
-        prepared = kernel.prepare(*stacks)
+        prepared = kernel.prepare(*stacks, get_scheme(scheme, 128).operands)
         whole = kernel.forward(x, weights, ids, prepared)
         assert whole.isfinite().all()
         for count in (1, 2, 8, 16, 64, 65, 128, 512, 1024, 1100, 2048):
@@ -111,7 +112,8 @@ def test_a_repeated_backward_gives_the_same_bits() -> None:
     device = torch.device("cuda", 0)
     x, weights, ids, gate_up, down = (tensor.to(device) for tensor in make(SHAPE, 300))
     kernel = next(k for k in experts_kernels("w4a16") if k.name == "triton")
-    experts = LowBitExperts.of(kernel, stacked(gate_up, "w4a16", 128), stacked(down, "w4a16", 128))
+    stacks = stacked(gate_up, "w4a16", 128), stacked(down, "w4a16", 128)
+    experts = LowBitExperts.of(kernel, *stacks, get_scheme("w4a16", 128).operands)
     made = []
     for _ in range(3):
         inputs = [t.detach().clone().requires_grad_() for t in (x, weights, gate_up, down)]

@@ -136,7 +136,7 @@ def test_graphs() -> None:
     from qarl.kernels.triton.scaled_mm import scaled_mm
     from qarl.kernels.triton.w4a16 import w4a16_backward_input
     from qarl.kernels.triton.w4a16_forward import w4a16_linear
-    from qarl.schemes.base import FP8_FP8
+    from qarl.schemes.base import FP8_FP8, INT4_BF16
 
     device = torch.device("cuda", 0)
     packed, scale, x = w4a16(512, 4096, 16, device)
@@ -150,7 +150,7 @@ def test_graphs() -> None:
         "w4a16": lambda: w4a16_linear(x, *weight),
         "w4a16 dX": lambda: w4a16_backward_input(grad, packed, scale),
         "w8a8": lambda: scaled_mm(*quantize_tokens(x, torch.int8), values, channel),
-        "grouped": lambda: grouped.product(x, None, grouped.Stack(stacked), ends),
+        "grouped": lambda: grouped.product(x, None, grouped.Stack(stacked, INT4_BF16), ends),
     }
     if unavailable(FP8_FP8, device) is None:
         codes = values.view(torch.float8_e4m3fn).float().nan_to_num().to(torch.float8_e4m3fn)

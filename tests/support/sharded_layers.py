@@ -29,10 +29,12 @@ from torch.utils.checkpoint import checkpoint
 
 from qarl.errors import UserError
 from qarl.kernels import registry
+from qarl.kernels.base import PreparedStacks
 from qarl.kernels.experts import ReferenceExperts
 from qarl.kernels.int4 import MARLIN, from_marlin, to_marlin
 from qarl.quant import get_scheme
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
+from qarl.schemes.base import Operands
 
 SCHEMES = ("w4a16", "w8a8", "fp8")
 WORLDS = (1, 2, 3, 4)
@@ -249,8 +251,8 @@ def experts_kernels() -> tuple[Any, Any]:
             return super().forward(*arguments)
 
         @staticmethod
-        def prepare(gate_up: Any, down: Any) -> Any:
-            return from_marlin(gate_up), from_marlin(down)
+        def prepare(gate_up: Any, down: Any, operands: Operands) -> PreparedStacks:
+            return PreparedStacks(from_marlin(gate_up), from_marlin(down), operands)
 
     return ReferenceExperts, Marlin
 

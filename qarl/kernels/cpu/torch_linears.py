@@ -127,6 +127,7 @@ class TorchFP8Linear(LinearKernel):
     """
 
     operands = FP8_FP8
+    multiplies_experts = True
     name = "vllm_cpu_fp8"
     quantize_input = staticmethod(quantize_fp8)
 

@@ -2,6 +2,7 @@
 
     vllm_cpu        W4A16, W8A8, FP8: each expert's rows with the linear kernel that vLLM uses for dense layers on this
                     machine
+    qarl_cpu        the same with QaRL's own linear kernels (`quant.kernels`) that multiply experts, if there are any
     vllm_cpu_bf16   BF16: vLLM's own operator
 
 vLLM has no low-bit experts on CPUs without AMX. With AMX, its W4A16 experts would use int8 activations, and FP8
@@ -22,18 +23,12 @@ import torch.nn.functional as F
 
 from qarl.kernels.base import ExpertsKernel, ExpertsShape, Tensors
 from qarl.kernels.cpu import vllm_linears
-from qarl.kernels.cpu.torch_linears import TorchFP8Linear
-from qarl.kernels.grouped import LOW_BIT, operands_of, route, sizes_of
-from qarl.kernels.reference import quantize_fp8, quantize_int8, quantize_int8_cuda, silu_mul
-from qarl.schemes.base import BF16_BF16, FP8_FP8, Operands, Scheme
+from qarl.kernels.grouped import route, sizes_of
+from qarl.kernels.linear_kernels import LINEAR_KERNELS, multiply_experts
+from qarl.kernels.reference import quantize_int8, quantize_int8_cuda, silu_mul
+from qarl.schemes.base import BF16_BF16, INT8_INT8, Operands, Scheme
+from qarl.schemes.kernel_choice import KernelChoice
 
-_LINEARS: tuple[Any, ...] = (
-    vllm_linears.VllmCpuWNA16Linear,
-    vllm_linears.VllmCpuInt8TilesLinear,
-    vllm_linears.VllmCpuInt8Linear,
-    TorchFP8Linear,
-)
-"""The kernels of vLLM's dense layers on CPUs in order of preference."""
 _BF16_ALIGNMENT = 32  # channels that vLLM's operator for BF16 experts takes at a time
 
 
@@ -65,10 +60,9 @@ class PreparedExperts(NamedTuple):
 
 
 class CpuExperts(ExpertsKernel):
-    """Low-bit experts, computed one after another with vLLM's dense CPU kernels."""
+    """Low-bit experts, computed one after another with vLLM's dense CPU kernels (`multiplies_experts`)."""
 
     name = "vllm_cpu"
-    operands = LOW_BIT
     device_type = "cpu"
     row_invariant = True
     layout = vllm_linears.TILES
@@ -77,14 +71,14 @@ class CpuExperts(ExpertsKernel):
     def unavailable(cls, scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:
         if device.type != "cpu":
             return f"runs on cpu, not on {device.type}"
-        if scheme.operands not in cls.operands:
+        if scheme.operands not in cls.all_operands():
             return f"does not support {scheme.name}"
         group = scheme.group_size
         if group is not None and group % 2:
             return f"needs an even group size, not {group}"
         gate_up = (2 * shape.intermediate, shape.hidden)
         down = (shape.hidden, shape.intermediate)
-        linears = _linears_of(scheme.operands)
+        linears = cls.linears_of(scheme.operands)
         for product in (gate_up, down):
             why_not = [kernel.unavailable(device, product) for kernel in linears]
             if None not in why_not:
@@ -93,14 +87,13 @@ class CpuExperts(ExpertsKernel):
 
     @classmethod
     def prepared_bytes(cls, scheme: Scheme, shape: tuple[int, int]) -> int:
-        kernel = _linears_of(scheme.operands)[-1]
-        bytes_of_weight: int = kernel.prepared_bytes(scheme, shape)
-        return bytes_of_weight
+        return cls.linears_of(scheme.operands)[-1].prepared_bytes(scheme, shape)
 
-    @staticmethod
-    def prepare(gate_up: Tensors, down: Tensors) -> PreparedExperts:
+    @classmethod
+    def prepare(cls, gate_up: Tensors, down: Tensors, operands: Operands) -> PreparedExperts:
         """Convert every expert's weights to the layout of the linear kernel. The wire tensors are not kept."""
-        return PreparedExperts(_prepared(gate_up), _prepared(down))
+        linears = cls.linears_of(operands)
+        return PreparedExperts(_prepared(gate_up, linears), _prepared(down, linears))
 
     @staticmethod
     def in_layout(prepared: PreparedExperts) -> tuple[Tensors, Tensors]:
@@ -110,10 +103,13 @@ class CpuExperts(ExpertsKernel):
         down = vllm_linears.stack_of(prepared.down.experts)
         return gate_up, down
 
-    @staticmethod
-    def prepare_gathered(gate_up: Tensors, down: Tensors) -> PreparedExperts:
+    @classmethod
+    def prepare_gathered(
+        cls, gate_up: Tensors, down: Tensors, operands: Operands
+    ) -> PreparedExperts:
         """Return weights that are prepared when they are used, for one forward."""
-        products = ((_kernel_of(tensors), tensors) for tensors in (gate_up, down))
+        linears = cls.linears_of(operands)
+        products = ((_kernel_of(tensors, linears), tensors) for tensors in (gate_up, down))
         return PreparedExperts(
             *(PreparedProduct(kernel, _PreparedOnUse(kernel, wire)) for kernel, wire in products)
         )
@@ -141,16 +137,39 @@ class CpuExperts(ExpertsKernel):
         rows[routing.order] = y
         return _weighted_sum(rows.view(*topk_ids.shape, -1), topk_weights)
 
-    @staticmethod
-    def quantize(operands: Operands, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if operands == FP8_FP8:
-            return quantize_fp8(x)
-        tiles = torch.cpu._is_amx_tile_supported()
-        return (quantize_int8_cuda if tiles else quantize_int8)(x)
+    @classmethod
+    def quantize(cls, operands: Operands, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if operands == INT8_INT8:
+            tiles = torch.cpu._is_amx_tile_supported()
+            return (quantize_int8_cuda if tiles else quantize_int8)(x)
+        quantized: tuple[torch.Tensor, torch.Tensor]
+        quantized = cls.linears_of(operands)[-1].quantize_input(x)
+        return quantized
+
+    @classmethod
+    def all_operands(cls) -> tuple[Operands, ...]:
+        each = dict.fromkeys(kernel.operands for kernel in LINEAR_KERNELS)
+        return tuple(operands for operands in each if cls.linears_of(operands))
+
+    @classmethod
+    def linears_of(cls, operands: Operands) -> list[Any]:
+        """Return the kernels of dense layers that multiply experts with these operands, in order of preference."""
+        return [
+            kernel
+            for kernel in multiply_experts(operands)
+            if not kernel.reference and set(kernel.options) & set(cls.options)
+        ]
 
 
-def _prepared(tensors: Tensors) -> PreparedProduct:
-    kernel = _kernel_of(tensors)
+class CpuOwnExperts(CpuExperts):
+    """The same with QaRL's own linear kernels, for trainer and engine."""
+
+    name = "qarl_cpu"
+    options = (KernelChoice.QARL,)
+
+
+def _prepared(tensors: Tensors, linears: list[Any]) -> PreparedProduct:
+    kernel = _kernel_of(tensors, linears)
     if hasattr(kernel, "prepare_stack"):
         return PreparedProduct(kernel, kernel.prepare_stack(tensors))
     each = (
@@ -160,18 +179,16 @@ def _prepared(tensors: Tensors) -> PreparedProduct:
     return PreparedProduct(kernel, [kernel.prepare(expert) for expert in each])
 
 
-def _linears_of(operands: Operands) -> list[Any]:
-    return [kernel for kernel in _LINEARS if kernel.operands == operands]
-
-
-def _kernel_of(tensors: Tensors) -> Any:
-    """Return the linear kernel that multiplies by the experts' matrices in `tensors`."""
-    kernels = _linears_of(operands_of(tensors))
-    if len(kernels) == 1:
-        return kernels[0]
+def _kernel_of(tensors: Tensors, linears: list[Any]) -> Any:
+    """Return the first of `linears` that multiplies by the experts' matrices in `tensors`."""
+    if len(linears) == 1:
+        return linears[0]
     scale = tensors["weight_scale"]
-    shape = (scale.shape[1], tensors["weight"].shape[2])
-    return next(kernel for kernel in kernels if kernel.unavailable(scale.device, shape) is None)
+    codes = next(tensor for name, tensor in tensors.items() if name != "weight_scale")
+    in_word = 8 if codes.dtype == torch.int32 else 1
+    rows = scale.shape[1]
+    shape = (rows, codes[0].numel() * in_word // rows)
+    return next(kernel for kernel in linears if kernel.unavailable(scale.device, shape) is None)
 
 
 def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -209,7 +226,7 @@ class VllmCpuBf16Experts(ExpertsKernel):
         return vllm_linears.cpu_ops_missing("cpu_fused_moe")
 
     @staticmethod
-    def prepare(gate_up: Tensors, down: Tensors) -> PreparedBf16Experts:
+    def prepare(gate_up: Tensors, down: Tensors, operands: Operands) -> PreparedBf16Experts:
         """Pack `gate_up`, BF16 [E, 2I, H], and `down`, BF16 [E, H, I], for the operator."""
         from vllm import _custom_ops as ops
 

@@ -179,6 +179,7 @@ class VllmCpuWNA16Linear(LinearKernel):
     """W4A16 by `cpu_gemm_wna16`, the operator of vLLM's CPUWNA16LinearKernel."""
 
     operands = INT4_BF16
+    multiplies_experts = True
     name = "vllm_cpu_wna16"
     layout = TILES
 
@@ -261,6 +262,7 @@ class VllmCpuInt8Linear(LinearKernel):
     """W8A8 by a oneDNN product, with the bits of vLLM's CPUInt8ScaledMMLinearKernel."""
 
     operands = INT8_INT8
+    multiplies_experts = True
     name = "vllm_cpu_int8"
     quantize_input = staticmethod(_quantize_int8)
 
@@ -308,6 +310,7 @@ class VllmCpuInt8TilesLinear(LinearKernel):
     """W8A8 by `int8_scaled_mm_with_quant`, the operator of vLLM's CPUInt8ScaledMMLinearKernel on CPUs with AMX."""
 
     operands = INT8_INT8
+    multiplies_experts = True
     name = "vllm_cpu_int8_tiles"
     quantize_input = staticmethod(
         quantize_int8_cuda

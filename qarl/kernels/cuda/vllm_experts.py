@@ -85,7 +85,7 @@ class VllmMarlinExperts(ExpertsKernel):
         return int4_bytes(scheme, shape)
 
     @staticmethod
-    def prepare(gate_up: Tensors, down: Tensors) -> Experts:
+    def prepare(gate_up: Tensors, down: Tensors, operands: Operands) -> Experts:
         """Convert to Marlin's layout: codes int32 [E, K/16, 2N], and scales BF16 [E, K/g, N] permuted to match. The
         stacks may already be in this layout."""
         stacks = [each if CODES in each else to_marlin(each) for each in (gate_up, down)]
@@ -149,7 +149,7 @@ class _EightBitExperts(ExpertsKernel):
     """Base of the two 8-bit kernels. They read the wire tensors themselves."""
 
     @staticmethod
-    def prepare(gate_up: Tensors, down: Tensors) -> Experts:
+    def prepare(gate_up: Tensors, down: Tensors, operands: Operands) -> Experts:
         return Experts(
             *(t[leaf].contiguous() for leaf in ("weight", "weight_scale") for t in (gate_up, down))
         )

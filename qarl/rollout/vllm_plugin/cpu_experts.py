@@ -1,7 +1,7 @@
 """The classes for experts that the plugin gives to vLLM on a CPU, and their registration.
 
     QaRLCompressedTensorsConfig   vLLM's compressed-tensors config, but low-bit experts get LowBitExpertsMethod
-    LowBitExpertsMethod           loads W4A16, W8A8 and FP8 experts, and multiplies them with the trainer's function
+    LowBitExpertsMethod           loads low-bit experts, and multiplies them with the trainer's function
     RepairedUnquantizedMethod     BF16 experts, packed again after each reload
 
 `expert_weights.py` makes the parameters of low-bit experts, in checkpoint format. After loading they are emptied,
@@ -47,11 +47,11 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsConfig,
 )
 
-from qarl.kernels.base import Tensors
+from qarl.kernels.base import ExpertsKernel, Tensors
 from qarl.kernels.cpu import vllm_linears
-from qarl.kernels.cpu.vllm_experts import CpuExperts, PreparedExperts
 from qarl.rollout.publish.experts import STORED
 from qarl.rollout.vllm_plugin.expert_weights import LowBitWeights, scheme_of_experts
+from qarl.rollout.vllm_plugin.own_linears import requested
 
 
 def register() -> None:
@@ -78,7 +78,8 @@ class _ShowsRouting(CPUUnquantizedExperts):
 class LowBitFusedExperts(_ShowsRouting):
     """Low-bit experts: vLLM routes the tokens, and QaRL's function computes the outputs."""
 
-    prepared: PreparedExperts | None = None
+    kernel: type[ExpertsKernel]
+    prepared: Any = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Copy the layer's routing settings, which `_select_experts` reads."""
@@ -108,13 +109,12 @@ class LowBitFusedExperts(_ShowsRouting):
             hidden_states, router_logits, *(settings[name] for name in names)
         )
         assert self.prepared is not None
-        return CpuExperts.forward(hidden_states, weights, ids, self.prepared)
+        return self.kernel.forward(hidden_states, weights, ids, self.prepared)
 
 
 class LowBitExpertsMethod(LowBitWeights):
-    """The experts of one layer, quantized with `scheme`: W4A16, W8A8 or FP8."""
+    """The experts of one layer, quantized with `scheme`, by the kernel that the trainer chooses on a CPU, too."""
 
-    kernel = CpuExperts
     device_type = "cpu"
 
     @property
@@ -132,7 +132,8 @@ class LowBitExpertsMethod(LowBitWeights):
         """Replace the weights by published tensors, stacked over experts: gate_up [E, 2I, ...], down [E, H, ...].
 
         Both may have the tiles that the trainer's kernel has made (`weight_tiles`), which are copied."""
-        prepared = CpuExperts.prepare(_own_tiles(gate_up), _own_tiles(down))
+        stacks = _own_tiles(gate_up), _own_tiles(down)
+        prepared = self.kernel.prepare(*stacks, self.scheme.operands)
         if self.moe_kernel is None:
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)
             prepare_finalize = maybe_make_prepare_finalize(
@@ -148,6 +149,7 @@ class LowBitExpertsMethod(LowBitWeights):
             )
         experts: Any = self.moe_kernel.fused_experts
         experts.process_weights_after_loading(layer)
+        experts.kernel = self.kernel
         experts.prepared = prepared
         for stack in STORED.values():
             for name in self.names:
@@ -157,11 +159,8 @@ class LowBitExpertsMethod(LowBitWeights):
     def storage(self) -> list[dict[str, torch.Tensor]]:
         """Return int4 stacks of gate and up, and of down, as views of the kernel's memory; nothing in other schemes."""
         kernel: Any = self.moe_kernel
-        products = kernel.fused_experts.prepared
-        return [
-            vllm_linears.stack_of(product.experts) if self.group_size else {}
-            for product in products
-        ]
+        gate_up, down = self.kernel.in_layout(kernel.fused_experts.prepared)
+        return [dict(gate_up), dict(down)]
 
     def apply_monolithic(
         self,
@@ -191,9 +190,10 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts):
-            scheme = scheme_of_experts(self, layer, prefix)
+            request = requested()
+            scheme = scheme_of_experts(self, layer, prefix, request)
             if scheme is not None:
-                return LowBitExpertsMethod(layer.moe_config, scheme)
+                return LowBitExpertsMethod(layer.moe_config, scheme, request)
         return super().get_quant_method(layer, prefix)
 
 

@@ -39,16 +39,14 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsW8A8Fp8MoEMethod,
 )
 
-from qarl.errors import UserError
-from qarl.kernels.base import ExpertsKernel, Tensors, with_least_pairs
-from qarl.kernels.registry import EXPERTS_KERNELS, own_experts_kernel
+from qarl.kernels.base import ExpertsKernel, PreparedStacks, Tensors, with_least_pairs
+from qarl.kernels.registry import EXPERTS_KERNELS
 from qarl.kernels.triton.router import router_logits
 from qarl.quant.convert import ROUTERS
-from qarl.rollout.kernel_request import KernelRequest, is_followed
+from qarl.rollout.kernel_request import is_followed
 from qarl.rollout.publish.experts import STORED
 from qarl.rollout.vllm_plugin.expert_weights import LowBitWeights, scheme_of_experts
 from qarl.rollout.vllm_plugin.own_linears import requested
-from qarl.schemes import Scheme
 
 
 def register() -> None:
@@ -60,18 +58,6 @@ class OwnExpertsMethod(LowBitWeights):
     """The experts of one layer by QaRL's kernel, on tensors that its `prepare` makes."""
 
     device_type = "cuda"
-
-    def __init__(self, moe: Any, scheme: Scheme, request: KernelRequest) -> None:
-        super().__init__(moe, scheme)
-        kernel = own_experts_kernel(request.kernels, scheme.operands)
-        if kernel is None:
-            raise UserError(
-                f"QaRL has no own kernel for {scheme.name} experts",
-                where=f"quant.kernels={request.kernels}",
-                fix="set quant.kernels=engine",
-            )
-        self.kernel = kernel
-        self.request = request
 
     @property
     def supports_internal_mk(self) -> bool:
@@ -87,8 +73,9 @@ class OwnExpertsMethod(LowBitWeights):
         """Replace the weights by published tensors, stacked over experts: gate_up [E, 2I, ...], down [E, H, ...].
 
         They stay at their addresses, which a CUDA graph may have captured."""
-        prepared = self.kernel.prepare(gate_up, down)
-        for stack, tensors in zip(STORED.values(), prepared, strict=True):
+        prepared = self.kernel.prepare(gate_up, down, self.scheme.operands)
+        stacks = (prepared.gate_up, prepared.down)
+        for stack, tensors in zip(STORED.values(), stacks, strict=True):
             for name, tensor in tensors.items():
                 parameter = getattr(layer, f"{stack}_{name}")
                 if tensor.data_ptr() != parameter.data_ptr():
@@ -105,7 +92,9 @@ class OwnExpertsMethod(LowBitWeights):
     ) -> torch.Tensor:
         """Return the experts' output, BF16 [T, H]. x is BF16 [T, H], `topk_weights` FP32 and `topk_ids` [T, k]. Further
         arguments are of shared experts, which no model of QaRL's has."""
-        return self.kernel.forward(x, topk_weights, topk_ids, tuple(self.loaded(layer)))
+        gate_up, down = self.loaded(layer)
+        prepared = PreparedStacks(gate_up, down, self.scheme.operands)
+        return self.kernel.forward(x, topk_weights, topk_ids, prepared)
 
 
 class PaddedFp8Method(CompressedTensorsW8A8Fp8MoEMethod):
@@ -151,7 +140,7 @@ class QaRLTensorsConfig(CompressedTensorsConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts) and (request := requested()) is not None:
-            scheme = scheme_of_experts(self, layer, prefix)
+            scheme = scheme_of_experts(self, layer, prefix, request)
             if scheme is not None:
                 return OwnExpertsMethod(layer.moe_config, scheme, request)
         method = super().get_quant_method(layer, prefix)

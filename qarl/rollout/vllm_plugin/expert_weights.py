@@ -25,23 +25,42 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, MoEActivati
 from vllm.model_executor.utils import set_weight_attrs
 
 from qarl.errors import UserError
-from qarl.kernels.base import ExpertsKernel, ExpertsShape, Tensors
+from qarl.kernels.base import ExpertsShape, Tensors
+from qarl.kernels.registry import presumed_experts_kernel
 from qarl.quant.wire_specs import wire_specs
+from qarl.rollout.kernel_request import KernelRequest
 from qarl.rollout.publish.experts import STORED
 from qarl.schemes import QuantArgs, Scheme, engine_scheme_names, get_scheme
+from qarl.schemes.kernel_choice import KernelChoice
+
+_SHAPE = "weight_shape"
+"""A wire tensor of every matrix that no stack has."""
 
 
 class LowBitWeights(FusedMoEMethodBase):
-    """The weights of one layer's experts, quantized with `scheme`, for QaRL's `kernel`. A subclass multiplies."""
+    """The weights of one layer's experts, quantized with `scheme`, for the kernel that
+    trainer and engine prefer. A subclass multiplies."""
 
-    kernel: type[ExpertsKernel]
     device_type: str
 
-    def __init__(self, moe: Any, scheme: Scheme) -> None:
+    def __init__(self, moe: Any, scheme: Scheme, request: KernelRequest | None = None) -> None:
+        """`request`: what the engine was asked for, or None if it uses its own kernels. Raise UserError if no kernel
+        of experts is for it."""
         super().__init__(moe)
         self.scheme = scheme
+        self.request = request
+        kernels = request.kernels if request else KernelChoice.ENGINE
+        kernel = presumed_experts_kernel(scheme.operands, kernels, self.device_type)
+        if kernel is None:
+            raise UserError(
+                f"QaRL has no own kernel for {scheme.name} experts",
+                where=f"quant.kernels={kernels}",
+                fix="set quant.kernels=engine",
+            )
+        self.kernel = kernel
         self.group_size = scheme.group_size
-        self.names = ("weight_packed" if self.group_size else "weight", "weight_scale")
+        group = self.group_size or 1
+        self.names = tuple(name for name in scheme.wire_specs(1, group) if name != _SHAPE)
 
     def create_weights(
         self,
@@ -58,7 +77,8 @@ class LowBitWeights(FusedMoEMethodBase):
         )
         self._check(layer, shape)
         sizes = ((2 * shape.intermediate, hidden_size), (hidden_size, shape.intermediate))
-        kind = "group" if self.group_size else "channel"
+        assert self.scheme.weights is not None
+        kind = self.scheme.weights.strategy
         for stack, (rows, columns) in zip(STORED.values(), sizes, strict=True):
             wire = wire_specs(self.scheme, rows, columns)
             for name in self.names:
@@ -70,10 +90,10 @@ class LowBitWeights(FusedMoEMethodBase):
                 set_weight_attrs(
                     parameter, {**extra_weight_attrs, "quant_method": kind, "is_transposed": False}
                 )
-            if self.group_size:
+            if _SHAPE in wire:
                 # `weight_shape` arrives twice per expert of w13. vLLM's reload would count the second as a new weight.
                 unused = nn.Parameter(torch.empty(0, dtype=torch.int64), requires_grad=False)
-                layer.register_parameter(f"{stack}_weight_shape", unused)
+                layer.register_parameter(f"{stack}_{_SHAPE}", unused)
                 set_weight_attrs(unused, {"weight_loader": _ignore_weight})
 
     def _check(self, layer: Any, shape: ExpertsShape) -> None:
@@ -121,18 +141,25 @@ def _ignore_weight(
     return True if return_success else None
 
 
-def scheme_of_experts(config: Any, layer: Any, prefix: str) -> Scheme | None:
-    """Return the QaRL scheme that a layer's experts have in `config`, a CompressedTensorsConfig, or None."""
+def scheme_of_experts(
+    config: Any, layer: Any, prefix: str, request: KernelRequest | None
+) -> Scheme | None:
+    """Return the QaRL scheme that a layer's experts have in `config`, a CompressedTensorsConfig, or None. `request`:
+    what the engine was asked for."""
     config._add_fused_moe_to_target_scheme_map()
     names = (f"{prefix}.0.{matrix}" for matrix in ("gate_proj", "up_proj", "down_proj"))
     first, *others = (config.get_scheme_dict(layer, name) for name in names)
     if first is None or any(other != first for other in others):
         return None
-    return scheme_of_weights(first)
+    return scheme_of_weights(first, request)
 
 
-def scheme_of_weights(operand_args: Mapping[str, Any]) -> Scheme | None:
-    """Return the QaRL scheme that a compressed-tensors layer uses, or None for other schemes."""
+def scheme_of_weights(
+    operand_args: Mapping[str, Any], request: KernelRequest | None = None
+) -> Scheme | None:
+    """Return the QaRL scheme that a compressed-tensors layer uses, or None for other schemes.
+
+    A `request` names its scheme, which may have the number formats of another one in vLLM's reading."""
     try:
         operands = [
             None
@@ -143,7 +170,7 @@ def scheme_of_weights(operand_args: Mapping[str, Any]) -> Scheme | None:
     except ValueError:  # no scheme of QaRL has these settings
         return None
     group_size = (operands[0] and operands[0].group_size) or 128
-    names = engine_scheme_names(quantized=True)
+    names = (request.scheme,) if request else engine_scheme_names(quantized=True)
     schemes = (get_scheme(name, group_size) for name in names)
     return next(
         (

@@ -182,7 +182,7 @@ def test_experts_are_the_trainers_function_and_float64(running: Running, calls: 
     kernel: Any = CpuExperts if running.scheme.quantized else VllmCpuBf16Experts
     for layer in range(LAYERS):
         wire = running.stacks(layer, running.first)
-        prepared = kernel.prepare(*wire)
+        prepared = kernel.prepare(*wire, running.scheme.operands)
         w1, w2 = (
             exact_weight(part) if "weight_scale" in part else part["weight"].double()
             for part in wire

@@ -229,7 +229,8 @@ def peak_of_ours(size: ModelSize, scheme_name: str, tokens: int) -> int:
         ]
     with counting():
         wires = [wire(tuple(stack.shape), scheme) for stack in stacks]
-        y = fused_experts(x, weights, ids, *stacks, LowBitExperts.of(TritonExperts, *wires))
+        experts = LowBitExperts.of(TritonExperts, *wires, operands=scheme.operands)
+        y = fused_experts(x, weights, ids, *stacks, experts)
     grad = torch.empty_like(y)
     with counting(), LiveBytes() as live:
         y.backward(grad)

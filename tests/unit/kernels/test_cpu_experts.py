@@ -20,6 +20,7 @@ from qarl.kernels.cpu.vllm_experts import CpuExperts, VllmCpuBf16Experts
 from qarl.kernels.cpu.vllm_linears import cpu_ops_missing
 from qarl.process import allow_matrix_tiles
 from qarl.schemes import get_scheme
+from qarl.schemes.base import BF16_BF16
 
 pytestmark = [needs_w4a16_cpu, needs_vllm_cpu]
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ def wire(scheme: str, *stacks: torch.Tensor) -> list[dict[str, torch.Tensor]]:
 def test_a_token_does_not_depend_on_the_others(scheme: str, shape: ExpertsShape) -> None:
     x, weights, ids, gate_up, down = make(shape, 150)
     kernel = kernel_of(scheme)
-    made = kernel.prepare(*wire(scheme, gate_up, down))
+    made = kernel.prepare(*wire(scheme, gate_up, down), get_scheme(scheme).operands)
     whole = kernel.forward(x, weights, ids, made)
     for size in (1, 2, 7, 64):
         for start in range(0, 150 if size > 1 else 30, size):
@@ -69,9 +70,8 @@ def test_each_expert_is_the_dense_kernel_of_its_scheme(scheme: str) -> None:
 
     x, _, ids, gate_up, down = make(SHAPE._replace(top_k=1), 40)
     stacks = wire(scheme, gate_up, down)
-    y = CpuExperts.forward(
-        x, torch.ones(40, 1), torch.full_like(ids, 3), CpuExperts.prepare(*stacks)
-    )
+    prepared = CpuExperts.prepare(*stacks, get_scheme(scheme).operands)
+    y = CpuExperts.forward(x, torch.ones(40, 1), torch.full_like(ids, 3), prepared)
 
     def dense(rows: torch.Tensor, part: dict[str, torch.Tensor]) -> torch.Tensor:
         tensors = {name: tensor[3] for name, tensor in part.items()}
@@ -99,10 +99,11 @@ def test_the_sum_follows_the_routers_order() -> None:
 def test_preparing_under_vllms_default_dtype_changes_nothing(scheme: str) -> None:
     x, weights, ids, *stacks = make(SHAPE, 23)
     kernel, tensors = kernel_of(scheme), wire(scheme, *stacks)
-    expected = kernel.forward(x, weights, ids, kernel.prepare(*tensors))
+    operands = get_scheme(scheme).operands
+    expected = kernel.forward(x, weights, ids, kernel.prepare(*tensors, operands))
     torch.set_default_dtype(torch.bfloat16)
     try:
-        y = kernel.forward(x, weights, ids, kernel.prepare(*tensors))
+        y = kernel.forward(x, weights, ids, kernel.prepare(*tensors, operands))
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(y, expected)
@@ -132,7 +133,7 @@ def test_bf16_is_what_vllm_chooses(intermediate: int) -> None:
     layer.use_grouped_topk, layer.renormalize, layer.scoring_func = False, True, "softmax"
     layer.custom_routing_function, layer.moe_config = None, moe_config
     experts.process_weights_after_loading(layer)
-    made = VllmCpuBf16Experts.prepare({"weight": gate_up}, {"weight": down})
+    made = VllmCpuBf16Experts.prepare({"weight": gate_up}, {"weight": down}, BF16_BF16)
     assert experts.isa == made.isa and not experts._use_zentorch
     assert torch.equal(layer.w13_weight, made.gate_up) and torch.equal(layer.w2_weight, made.down)
 

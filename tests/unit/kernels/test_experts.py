@@ -26,11 +26,10 @@ from qarl.kernels.experts import (
 from qarl.kernels.reference import quantize_fp8
 from qarl.kernels.registry import (
     choose_experts_kernel,
-    own_experts_kernel,
     presumed_experts_kernel,
 )
 from qarl.schemes import get_scheme
-from qarl.schemes.base import INT4_BF16
+from qarl.schemes.base import FP8_FP8, INT4_BF16
 from qarl.schemes.kernel_choice import KernelChoice
 
 SCHEMES = ("w4a16", "w8a8", "fp8")
@@ -48,7 +47,8 @@ def test_routing_sorts_rows_and_restores_them() -> None:
 
 def test_what_needs_no_gradient_gets_none() -> None:
     x, weights, ids, gate_up, down = make()
-    experts = LowBitExperts.of(ReferenceExperts, stacked(gate_up, "w4a16"), stacked(down, "w4a16"))
+    stacks = stacked(gate_up, "w4a16"), stacked(down, "w4a16")
+    experts = LowBitExperts.of(ReferenceExperts, *stacks, INT4_BF16)
     router = weights.clone().requires_grad_()
     fused_experts(x, router, ids, None, None, experts).sum().backward()
     assert router.grad is not None and x.grad is None
@@ -85,7 +85,7 @@ def test_padding_drops_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "silu", lambda: "silu")
     monkeypatch.setattr(VllmCutlassExperts, "quantize", lambda operands, x: quantize_fp8(x))
     x, weights, ids, gate_up, down = make(tokens=7)
-    prepared = VllmCutlassExperts.prepare(stacked(gate_up, "fp8"), stacked(down, "fp8"))
+    prepared = VllmCutlassExperts.prepare(stacked(gate_up, "fp8"), stacked(down, "fp8"), FP8_FP8)
     y = VllmCutlassExperts.forward(x, weights, ids, prepared)
     assert seen["topk_ids"].numel() == 66 and seen["workspace13"].shape[0] == 66
     assert y[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
@@ -94,10 +94,6 @@ def test_padding_drops_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_choice_by_quant_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only QaRL's own kernel is for both sides. On a machine that is not here it is presumed, or else vLLM's."""
     qarl, engine = KernelChoice.QARL, KernelChoice.ENGINE
-    assert {own_experts_kernel(qarl, operands) for operands in grouped.LOW_BIT} == {
-        TritonInvariantExperts
-    }
-    assert own_experts_kernel(engine, INT4_BF16) is None
     presumed = {
         scheme: [
             getattr(

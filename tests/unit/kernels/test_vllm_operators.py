@@ -178,7 +178,7 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, kernel: Any, scheme: str, func
         ExpertsShape(experts=5, top_k=2, hidden=256, intermediate=64)
     )
     stacks = [stacked(weight, scheme) for weight in (gate_up, down)]
-    kernel.forward(x, weights, ids, kernel.prepare(*stacks))
+    kernel.forward(x, weights, ids, kernel.prepare(*stacks, get_scheme(scheme).operands))
     x, weights, ids = with_least_pairs(kernel, x, weights, ids)
     assert torch.equal(passed["topk_weights"], weights) and torch.equal(passed["topk_ids"], ids)
     assert (

@@ -47,9 +47,8 @@ def test_forward_and_gradients(scheme: str) -> None:
             t.detach().clone().to(DEVICE).requires_grad_() for t in (x, weights, gate_up, down)
         ]
         tensors = wire(gate_up, scheme), wire(down, scheme)
-        y = fused_experts(
-            *inputs[:2], ids.to(DEVICE), *inputs[2:], LowBitExperts.of(kernel, *tensors)
-        )
+        experts = LowBitExperts.of(kernel, *tensors, get_scheme(scheme).operands)
+        y = fused_experts(*inputs[:2], ids.to(DEVICE), *inputs[2:], experts)
         y.backward(grad.to(DEVICE))
         made.append([y.detach(), *(t.grad for t in inputs)])
     for results in made[:-1]:
@@ -74,7 +73,8 @@ def test_a_token_has_the_same_bits_whatever_is_beside_it(scheme: str) -> None:
     down = (torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5).bfloat16()
     x = torch.randn(counts[-1], HIDDEN).bfloat16().to(DEVICE)
     weights, ids = (t.to(DEVICE) for t in torch.rand(counts[-1], EXPERTS).topk(TOP_K))
-    prepared = TritonInvariantExperts.prepare(wire(gate_up, scheme), wire(down, scheme))
+    stacks = wire(gate_up, scheme), wire(down, scheme)
+    prepared = TritonInvariantExperts.prepare(*stacks, get_scheme(scheme).operands)
     whole = TritonInvariantExperts.forward(x, weights, ids, prepared)
     assert whole.isfinite().all() and whole.float().std() > 0.01
     for count in counts[:-1]:
@@ -107,9 +107,8 @@ def test_the_backward_makes_no_fp32_copy_of_its_rows(scheme: str) -> None:
     down = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE).bfloat16().to(DEVICE).requires_grad_()
     x = torch.randn(19, HIDDEN).bfloat16().to(DEVICE).requires_grad_()
     weights, ids = (t.to(DEVICE) for t in torch.rand(19, EXPERTS).topk(TOP_K))
-    experts = LowBitExperts.of(
-        TritonExperts, wire(gate_up.detach().cpu(), scheme), wire(down.detach().cpu(), scheme)
-    )
+    stacks = (wire(stack.detach().cpu(), scheme) for stack in (gate_up, down))
+    experts = LowBitExperts.of(TritonExperts, *stacks, operands=get_scheme(scheme).operands)
     y = fused_experts(x, weights.requires_grad_(), ids, gate_up, down, experts)
     with Sizes() as sizes:
         y.backward(torch.ones_like(y))

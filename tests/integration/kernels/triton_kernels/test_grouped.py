@@ -17,6 +17,7 @@ from qarl.kernels.triton.experts import (
     row_tiles,
 )
 from qarl.kernels.triton.tiles import Tile, choose
+from qarl.schemes.base import INT4_BF16
 
 COUNTS = [[3, 0, 1, 17, 0], [0, 0, 5], [40], [1] * 6]
 
@@ -124,7 +125,7 @@ def test_a_stack_is_dequantized_once_for_all_products_of_a_pass(
     copies = []
     whole = products.dequantized_stack
     monkeypatch.setattr(products, "dequantized_stack", lambda t: copies.append(1) or whole(t))
-    stack = grouped.Stack(tensors)
+    stack = grouped.Stack(tensors, INT4_BF16)
     x, grad = (torch.randn(rows, size, device=DEVICE).bfloat16() for size in (64, 32))
     y, dx = grouped.product(x, None, stack, ends), grouped.input_gradient(grad, stack, ends)
     assert copies == [1]

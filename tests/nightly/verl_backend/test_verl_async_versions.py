@@ -80,7 +80,7 @@ def test_every_token_is_of_a_version_that_is_proved(
         "optim.lr": 3e-3,
         "reward.function": f"{reward}:score",
         "reward.timeout_s": 600,
-        "reward.workers": 4,  # two of them wait with the answers that lag
+        "reward.workers": 8,  # up to four of them wait with the answers that lag
         "reward.check_ground_truths": "false",
         "trainer.staleness": STALENESS,
         "trainer.staleness_strategy": strategy,

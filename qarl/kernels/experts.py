@@ -313,7 +313,7 @@ class TritonExperts(_GroupedExperts):
 
 class TritonInvariantExperts(TritonExperts):
     """The forward sums in one order for any number of rows an expert. quant.kernels=qarl gives it to trainer and
-    engine (`qarl.rollout.vllm_plugin.own_experts`). The backward is that of all kernels."""
+    engine (`qarl.rollout.vllm_plugin.cuda_experts`). The backward is that of all kernels."""
 
     name = "triton_batch_invariant"
     options = (KernelChoice.ENGINE, KernelChoice.QARL)

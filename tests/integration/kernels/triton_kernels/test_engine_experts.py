@@ -17,6 +17,7 @@ from torch import nn
 from triton_checks import SCHEMES
 from triton_rig import DEVICE
 
+from qarl.kernels.experts import TritonInvariantExperts
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme
 from qarl.quant.experts import QuantExperts
@@ -31,6 +32,9 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
     configure_vllm_process()
     module = importlib.import_module("qarl.rollout.vllm_plugin.cuda_experts")
     monkeypatch.setattr(module.OwnExpertsMethod, "device_type", DEVICE)
+    monkeypatch.setattr(
+        TritonInvariantExperts, "device_type", DEVICE
+    )  # the interpreter is on a CPU
     return module
 
 

@@ -162,7 +162,7 @@ class LinearKernel(Kernel):
     @staticmethod
     def prepare(tensors: Tensors) -> Any:
         """Convert the wire tensors of one weight to what `linear` reads. Trained weights are converted once per
-        optimizer step. With `quant.kernels` the engine converts only int4 weights, and calls `linear` with 8-bit
+        optimizer step. With `quant.kernels` the engine converts int4 and int8 weights, and calls `linear` with FP8
         weights as they are on the wire, so for those return them unchanged."""
         raise NotImplementedError
 

@@ -1,10 +1,5 @@
 """Quantization schemes: low-bit operands, number formats, compressed-tensors configs, and what each scheme asks for.
 
-    w4a16   int4 weights in groups along K                    pack-quantized
-    w4a8    the same weights, and int8 activations            pack-quantized
-    w8a8    int8 weights and activations                      int-quantized
-    fp8     float8_e4m3fn weights and activations             float-quantized
-
 8-bit weights have one scale per output channel. 8-bit activations have one scale per token, computed in the forward.
 All schemes are symmetric. Each has a file in this package, which is imported because it is there.
 """

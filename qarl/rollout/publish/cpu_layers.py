@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from qarl.kernels.cpu.vllm_linears import TILE_ROWS, TILES, VllmCpuWNA16Linear
-from qarl.rollout.publish.stored_layer import StoredLayer
+from qarl.rollout.publish.stored_layer import StoredLayer, kernel_of
 from qarl.rollout.publish.tensor_parallel import Part
 
 
@@ -100,10 +100,9 @@ def write_fp8(layer: Any, parts: list[Part]) -> None:
 
 
 def write_own(layer: Any, parts: list[Part]) -> None:
-    """Write int4 weights of a layer that runs QaRL's own kernel (`qarl.rollout.vllm_plugin.own_linears`)."""
-    layer.scheme.kernel.write(
-        layer, {name: _fused(parts, name) for name in ("weight_packed", "weight_scale")}
-    )
+    """Write the weights of a layer that runs QaRL's own kernel (`qarl.rollout.vllm_plugin.own_linears`)."""
+    kernel = kernel_of(layer)
+    kernel.write(layer, {name: _fused(parts, name) for name in kernel.names})
     _write_bias(layer, parts)
 
 
@@ -147,7 +146,7 @@ def _read_weight(layer: Any, rows: list[int]) -> list[Part]:
 PLAIN = StoredLayer(write_plain, read=_read_weight)
 """Modules without a kernel, such as norms."""
 LAYERS = (
-    StoredLayer(write_own, engine_classes=("QaRLInt4LinearKernel",)),
+    StoredLayer(write_own, engine_classes=("OwnLinearKernel",)),
     StoredLayer(
         write_wna16,
         engine_classes=("CPUWNA16LinearKernel",),

@@ -21,8 +21,9 @@ class StoredLayer:
     """A kind of layer that QaRL writes without vLLM's layerwise reload.
 
     write            writes published tensors
-    engine_classes   names of vLLM's (or the plugin's) classes of kernels or methods whose layers are stored so. Names,
-                     because releases of vLLM define these classes in different modules, which are slow to import
+    engine_classes   names of vLLM's (or the plugin's) classes of kernels or methods, or of their base classes, whose
+                     layers are stored so. Names, because releases of vLLM define these classes in different modules,
+                     which are slow to import
     read             shows what the layer stores, or None if vLLM hides it
     takes_tiles      whether `write` takes codes that the trainer's kernel has put in tiles, in place of the published
     survives_reload  whether vLLM's own reload leaves the layer right, if `write` cannot be used
@@ -33,6 +34,12 @@ class StoredLayer:
     read: Reader | None = None
     takes_tiles: bool = False
     survives_reload: bool = True
+
+
+def kernel_of(module: nn.Module) -> Any:
+    """Return vLLM's kernel of a dense quantized layer, or None for other modules."""
+    scheme: Any = getattr(module, "scheme", None)
+    return getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
 
 
 def find_layer(kinds: Iterable[type], known: Iterable[StoredLayer]) -> StoredLayer | None:

@@ -32,7 +32,7 @@ from qarl.kernels.cpu.vllm_linears import TILES
 from qarl.rollout.publish import cpu_layers, experts, graph_addresses
 from qarl.rollout.publish.experts import holds_experts
 from qarl.rollout.publish.manifest import WRAPPED, Manifest, NamedTensor, unit_of, without_wrappers
-from qarl.rollout.publish.stored_layer import StoredLayer, find_layer
+from qarl.rollout.publish.stored_layer import StoredLayer, find_layer, kernel_of
 from qarl.rollout.publish.tensor_parallel import Cut, Part, cut_of_split
 from qarl.vllm_versions import loaded_below
 
@@ -323,9 +323,8 @@ def _stored_on_cpu(target: Target, direct: bool) -> StoredLayer | None:
     if holds_experts(module):
         stored = experts.stored_on_cpu(module)
         return stored if direct and known else None
-    scheme: Any = getattr(module, "scheme", None)
-    kernel: Any = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
-    by_kernel = find_layer([type(kernel)], cpu_layers.LAYERS)
+    kernel = kernel_of(module)
+    by_kernel = find_layer(type(kernel).__mro__, cpu_layers.LAYERS)
     if by_kernel is not None and not by_kernel.survives_reload:
         if known or not hasattr(kernel, "dnnl_handler"):
             return by_kernel if hasattr(kernel, "dnnl_handler") else None
@@ -344,7 +343,11 @@ def _stored_on_cpu(target: Target, direct: bool) -> StoredLayer | None:
         )
     if not (direct and known):
         return None
-    if scheme is None and not hasattr(module, "quant_method") and not list(module.children()):
+    if (
+        getattr(module, "scheme", None) is None
+        and not hasattr(module, "quant_method")
+        and not list(module.children())
+    ):
         return cpu_layers.PLAIN
     methods = type(getattr(module, "quant_method", None)).__mro__  # QaRL's own subclass vLLM's
     return by_kernel or find_layer(methods, cpu_layers.LAYERS)

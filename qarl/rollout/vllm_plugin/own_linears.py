@@ -39,6 +39,7 @@ from qarl.kernels.base import LinearKernel, PreparedWeight
 from qarl.kernels.registry import own_kernel
 from qarl.rollout.kernel_request import KernelRequest, request_of
 from qarl.rollout.publish.experts import holds_experts
+from qarl.rollout.publish.stored_layer import kernel_of
 from qarl.schemes import get_scheme
 
 _DISABLED = "VLLM_DISABLED_KERNELS"
@@ -91,8 +92,18 @@ def _(
     return x.new_empty(x.shape[0], channels)
 
 
-class _Own:
-    """The part that all three classes share. `request`: what the engine was asked for when the layer was built."""
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.data_ptr(), one.shape, one.stride()) == (
+        other.data_ptr(),
+        other.shape,
+        other.stride(),
+    )
+
+
+class OwnLinearKernel:
+    """The part that all three classes share. `request`: what the engine was asked for when the layer was built.
+
+    `qarl.rollout.publish.cpu_layers` finds it by its name."""
 
     request: KernelRequest
 
@@ -125,6 +136,26 @@ class _Own:
     def own(self) -> Any:
         return _asked_kernel(self.request)
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """The parameters of a layer with its weight and its scales, which are those of the wire tensors, too."""
+        raise NotImplementedError
+
+    def loaded(self, layer: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the parameters of `layer`: wire tensors after loading, later what `prepare` returned."""
+        return {name: layer.get_parameter(name).data for name in self.names}
+
+    def write(self, layer: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace the weight of `layer` by the wire tensors `tensors`, as the kernel's `prepare` converts them."""
+        for name, prepared in zip(self.names, self.own.prepare(tensors), strict=True):
+            parameter = layer.get_parameter(name)
+            if _is_same(parameter, prepared):
+                continue  # the kernel reads it as on the wire
+            if parameter.dtype == prepared.dtype and parameter.shape == prepared.shape:
+                parameter.data.copy_(prepared)  # a CUDA graph may have captured the address
+            else:
+                parameter.data = prepared
+
     def multiply(
         self,
         x: torch.Tensor,
@@ -139,7 +170,7 @@ class _Own:
         return y.view(*x.shape[:-1], channels)
 
 
-class QaRLInt4LinearKernel(_Own, MPLinearKernel):
+class QaRLInt4LinearKernel(OwnLinearKernel, MPLinearKernel):
     """W4A16, W4A8 and dequantized W4A16. The parameters keep their names, and contain what `prepare` returned."""
 
     @classmethod
@@ -157,21 +188,12 @@ class QaRLInt4LinearKernel(_Own, MPLinearKernel):
         why_not = cls.why_not("pack-quantized", c.partition_weight_shape[::-1], c.group_size)
         return why_not is None, why_not
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        self.write(
-            layer, {name: layer.get_parameter(name).data for name in (self.w_q_name, self.w_s_name)}
-        )
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.w_q_name, self.w_s_name
 
-    def write(self, layer: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the weight of `layer` by the wire tensors `weight_packed` and `weight_scale`."""
-        for name, prepared in zip(
-            (self.w_q_name, self.w_s_name), self.own.prepare(tensors), strict=True
-        ):
-            parameter = layer.get_parameter(name)
-            if parameter.dtype == prepared.dtype and parameter.shape == prepared.shape:
-                parameter.data.copy_(prepared)  # a CUDA graph may have captured the address
-            else:
-                parameter.data = prepared
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.write(layer, self.loaded(layer))
 
     def apply_weights(
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -181,8 +203,10 @@ class QaRLInt4LinearKernel(_Own, MPLinearKernel):
         return self.multiply(x, weight, scale, bias, self.config.partition_weight_shape[1])
 
 
-class QaRLInt8LinearKernel(_Own, Int8ScaledMMLinearKernel):
-    """W8A8. The parameters stay in the wire format."""
+class QaRLInt8LinearKernel(OwnLinearKernel, Int8ScaledMMLinearKernel):
+    """W8A8, and other schemes with int8 weights. The parameters keep their names, as those of int4."""
+
+    channels: int
 
     @classmethod
     def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> Answer:
@@ -191,18 +215,26 @@ class QaRLInt8LinearKernel(_Own, Int8ScaledMMLinearKernel):
         why_not = cls.why_not("int-quantized", (32, 32))
         return why_not is None, why_not
 
+    @property
+    def names(self) -> tuple[str, str]:
+        weight, scale = self.layer_param_names[:2]
+        return weight, scale
+
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Do nothing: the kernel reads the wire tensors."""
+        tensors = self.loaded(layer)
+        self.channels = len(tensors[self.names[0]])
+        self.write(layer, tensors)
 
     def apply_weights(
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         weight, scale = self._get_layer_params(layer)[:2]
-        return self.multiply(x, weight, scale, bias, weight.shape[0])
+        return self.multiply(x, weight, scale, bias, self.channels)
 
 
-class QaRLFP8LinearKernel(_Own, FP8ScaledMMLinearKernel):
-    """FP8. vLLM's scheme transposes the weight before it calls the kernel, and this class transposes it back."""
+class QaRLFP8LinearKernel(OwnLinearKernel, FP8ScaledMMLinearKernel):
+    """FP8. vLLM's scheme transposes the weight before it calls the kernel, and this class transposes it back. So the
+    parameters stay in the wire format."""
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Answer:
@@ -215,6 +247,16 @@ class QaRLFP8LinearKernel(_Own, FP8ScaledMMLinearKernel):
             return False, "only channelwise weights and dynamic inputs per token are supported"
         why_not = cls.why_not("float-quantized", c.weight_shape)
         return why_not is None, why_not
+
+    @property
+    def names(self) -> tuple[str, str]:
+        weight, scale = self.layer_param_names[:2]
+        return weight, scale
+
+    def write(self, layer: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        weight, scale = self.names
+        layer.get_parameter(weight).data.t().copy_(tensors[weight])
+        layer.get_parameter(scale).data.copy_(tensors[scale])
 
     def apply_weights(
         self, layer: nn.Module, x: Any, bias: torch.Tensor | None = None
@@ -289,5 +331,4 @@ def _chosen(module: nn.Module) -> Any:
     if holds_experts(module):
         method = module.quant_method
         return None if type(method).__name__ == "UnquantizedFusedMoEMethod" else method
-    scheme: Any = getattr(module, "scheme", None)
-    return getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
+    return kernel_of(module)

@@ -9,6 +9,8 @@ import torch
 from cpu_features import needs_w4a16_cpu
 from engine_helpers import config
 
+from qarl.kernels import registry
+from qarl.plugins import VARIABLE
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.loop import train
 from qarl.trainer.prepare import prepare_run
@@ -50,6 +52,24 @@ def test_own_kernels_train_without_a_mismatch(tmp_path, scheme, kernels):
         assert metrics["actor/grad_norm"] > 0
         assert 0.28 < metrics["publish/quantized_ratio"] < 0.30
         assert ("publish/dequantized" in metrics) == (scheme == "w4a16")
+        assert metrics["mismatch/abs_max"] == 0.0
+
+
+def test_an_own_kernel_of_int8_weights_trains_without_a_mismatch(tmp_path, monkeypatch):
+    """The engine multiplies by what the kernel's `prepare` has made, which is not what is on the wire."""
+    monkeypatch.setenv(VARIABLE, "")
+    plugin = "plugins=[tests/support/plugins/own_int8.py]"
+    overrides = [plugin, "quant.scheme=w8a8", "quant.kernels=qarl", "quant.align=exact"]
+    settings = config(tmp_path, "trainer.val_max_prompts=16", *overrides)
+    try:
+        trainer = LocalTrainer(settings, prepare_run(settings))
+        with trainer.engine:
+            trainer.publish()
+            steps = [trainer.train_step() for _ in range(2)]
+    finally:
+        registry.unregister("own_int8")
+    for metrics in steps:
+        assert metrics["actor/grad_norm"] > 0
         assert metrics["mismatch/abs_max"] == 0.0
 
 

@@ -195,7 +195,7 @@ def test_vllm_keeps_its_own_kernels_for_other_engines(running: Running) -> None:
     assert chosen_kernel(scheme, (64, 64), (64, 64)) == "CPUWNA16LinearKernel"
     with set_current_vllm_config(VllmConfig()):
         assert own_linears.requested() is None
-        assert own_linears._Own.why_not(("w4a16",), (64, 64)) == "quant.kernels=engine"
+        assert own_linears.OwnLinearKernel.why_not(("w4a16",), (64, 64)) == "quant.kernels=engine"
     with pytest.raises(UserError, match="vLLM chose QaRLInt4LinearKernel"):
         own_linears.check_in_use(running.engine.model(), None)
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from qarl.config.level import Level
 from qarl.config.types import ByName, OneOf, Patterns, Sane, Section, Unit
-from qarl.schemes import DEFAULT_SCHEME, scheme_names
+from qarl.schemes import DEFAULT_SCHEME, scheme_help, scheme_names
 from qarl.schemes.kernel_choice import KernelChoice
 
 SchemeName = Annotated[str, OneOf(scheme_names)]
@@ -17,10 +17,7 @@ SchemeName = Annotated[str, OneOf(scheme_names)]
 class QuantConfig(Section):
     """Quantization, the same in the rollouts and in the trainer's forward."""
 
-    scheme: SchemeName = DEFAULT_SCHEME
-    """`w4a16`: symmetric int4 weights with one BF16 scale per group, and BF16 activations. `w4a8`: the same weights,
-    but int8 activations. `w8a8`: int8 weights and activations. `fp8`: e4m3 weights and activations. `bf16`: no
-    quantization. 8-bit weights have one scale per output channel. 8-bit activations have one scale per token."""
+    scheme: SchemeName = Field(default=DEFAULT_SCHEME, description=scheme_help())
 
     group_size: Annotated[int, Unit("weights"), Sane(8, 4096)] = Field(
         default=128, ge=1, multiple_of=8

@@ -17,6 +17,7 @@ from qarl.schemes.registry import (
     engine_scheme_names,
     get_scheme,
     register,
+    scheme_help,
     scheme_names,
     unregister,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "get_scheme",
     "published_scheme",
     "register",
+    "scheme_help",
     "scheme_names",
     "unregister",
 ]

@@ -9,7 +9,7 @@ from qarl.schemes.registry import register
 
 @register
 class BF16(Scheme):
-    """The weights and activations of the model, in its own dtype."""
+    """No quantization. Weights and activations stay in the dtype of the model."""
 
     name = "bf16"
     order = 0

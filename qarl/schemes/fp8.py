@@ -11,7 +11,7 @@ from qarl.schemes.registry import register
 
 @register
 class FP8(EightBits):
-    """e4m3 weights and activations."""
+    """e4m3 weights with one scale per output channel, and e4m3 activations with one per token."""
 
     name = "fp8"
     order = 3

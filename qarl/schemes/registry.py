@@ -40,6 +40,17 @@ def scheme_names() -> tuple[str, ...]:
     return tuple(scheme.name for scheme in by_order)
 
 
+def scheme_help() -> str:
+    """Return the help of quant.scheme: what each scheme's docstring says, in the order of `scheme_names`."""
+    lines = (f"`{name}`: {_first_paragraph(_SCHEMES[name])}" for name in scheme_names())
+    return " ".join(lines)
+
+
+def _first_paragraph(scheme: type[Scheme]) -> str:
+    paragraph = (scheme.__doc__ or "").partition("\n\n")[0]
+    return " ".join(paragraph.split())
+
+
 def engine_scheme_names(*, quantized: bool = False) -> tuple[str, ...]:
     """Return the names of the schemes that vLLM computes with its own kernels. `quantized`: without bf16."""
     schemes = [get_scheme(name) for name in scheme_names()]

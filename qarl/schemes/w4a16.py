@@ -16,7 +16,7 @@ from qarl.schemes.registry import register
 
 @register
 class W4A16(Int4Groups):
-    """int4 weights in groups, BF16 activations."""
+    """Symmetric int4 weights with one BF16 scale per group, and BF16 activations."""
 
     name = "w4a16"
     order = 1

@@ -16,7 +16,7 @@ from qarl.schemes.registry import register
 
 @register
 class W4A8(Int4Groups):
-    """int4 weights in groups, int8 activations."""
+    """The weights of w4a16, and int8 activations with one scale per token."""
 
     name = "w4a8"
     order = 4

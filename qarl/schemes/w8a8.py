@@ -17,7 +17,7 @@ _CUTLASS = "CutlassInt8ScaledMMLinearKernel"
 
 @register
 class W8A8(EightBits):
-    """int8 weights and activations."""
+    """int8 weights with one scale per output channel, and int8 activations with one per token."""
 
     name = "w8a8"
     order = 2

@@ -19,7 +19,14 @@ from qarl.checkpoint.model_files import ModelFiles, save_model
 from qarl.config.quant import QuantConfig
 from qarl.quant import packed_state_dict, quantize
 from qarl.rollout.publish.manifest import check_complete, expected_manifest
-from qarl.schemes import Scheme, from_quantization_config, get_scheme, unregister
+from qarl.schemes import (
+    Scheme,
+    from_quantization_config,
+    get_scheme,
+    scheme_help,
+    scheme_names,
+    unregister,
+)
 
 NAME = "w4a16_symmetric"
 IGNORE = ("lm_head",)
@@ -73,6 +80,15 @@ def test_it_is_published_and_exported(scheme: Scheme, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     # The wire says nothing about rounding: a reader sees the first scheme with these tensors.
     assert from_quantization_config(config["quantization_config"]) == get_scheme("w4a16", 8)
+
+
+def test_the_help_of_the_key_quotes_every_scheme() -> None:
+    said = scheme_help()
+    assert f"`{NAME}`: int4 weights in groups, scale absmax / 7, and BF16 activations." in said
+    help_of_key = QuantConfig.model_fields["scheme"].description or ""
+    own = [name for name in scheme_names() if name != NAME]
+    assert all(f"`{name}`: " in help_of_key for name in own)
+    assert "`fp8`: e4m3 weights with one scale per output channel" in help_of_key
 
 
 def test_contributing_quotes_the_example() -> None:

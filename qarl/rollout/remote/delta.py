@@ -31,20 +31,22 @@ engine (verl/checkpoint_engine/delta_sync) sends four bytes per position.
 Values are absolute, so applying a payload twice does no harm. A payload does not say which tensor it is for. So the
 receiver then compares the checksum of the whole tensor (`qarl.rollout.remote.receive`).
 
-`qarl.rollout.remote.wire` sends changes (`send_changes`), and `qarl.rollout.remote.weights` applies them.
+`qarl.rollout.remote.wire` sends changes (`send_changes`), and `apply_changes_of` applies them at the receiver.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qarl.rollout.publish.manifest import NamedTensor
+from qarl.rollout.remote.records import TransferFailed, not_as_sent
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HEADER = 16
@@ -316,3 +318,31 @@ class Tally:
 
 
 _LOW_BIT = (torch.int32, torch.int8, torch.float8_e4m3fn)
+
+
+def apply_changes_of(
+    unit: Mapping[str, Any],
+    sent: list[NamedTensor],
+    members: Collection[str],
+    cache: PublishedCache,
+) -> None:
+    """Apply to `cache` the tensors that the sender (`send_changes` in wire.py) has yielded before its record, `unit`.
+
+    `members`: names of all tensors of the unit.
+
+    Raises:
+        TransferFailed: a tensor was lost or added on the way, or a payload is damaged.
+    """
+    names = [name for name, _ in sent]
+    digests = unit["digests"]
+    if names != list(digests):
+        raise not_as_sent(unit["unit"], names, list(digests))
+    for name, tensor in sent:
+        try:
+            if name not in members:
+                raise ValueError(f"it is not a tensor of {unit['unit']}")
+            cache.take(name, tensor, digests[name], is_delta=name in unit["deltas"])
+        except ValueError as error:
+            raise TransferFailed(
+                f"the changes of {name} cannot be applied", why=str(error)
+            ) from error

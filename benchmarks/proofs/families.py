@@ -38,7 +38,7 @@ from benchmarks.proofs.harness import (
 )
 from qarl.align.compared_keys import SIZES as SIZE_KEYS
 from qarl.align.compared_keys import read_keys
-from qarl.align.model_config import REFUSED, UNREAD
+from qarl.align.model_config import UNREAD, refused_keys
 from qarl.checks.layers import meta_model
 from qarl.checks.model import applied_level
 from qarl.checks.model_folder import load_hf_config
@@ -77,7 +77,7 @@ def engine_keys(family: str) -> list[str]:
     read = read_keys(family)
     keys = [
         key
-        for key in sorted(REFUSED)
+        for key in sorted(refused_keys())
         if key in family_named(family).refuses or (family in MEASURED and key in read)
     ]
     return [key for key in keys if key not in optional_keys(family) and key in VALUES["values"]]

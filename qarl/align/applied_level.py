@@ -18,7 +18,6 @@ from qarl.align.cuda import unavailable_on_cuda, unconfirmed_on_cuda
 from qarl.align.rotary import head_size_of, is_plain, match_rotary
 from qarl.config.level import Level
 from qarl.families import ALIGNED, family_of
-from qarl.families.aligned import ENGINE_ACTIVATIONS
 from qarl.kernels.base import Kernel
 from qarl.kernels.cpu import layer_ops
 from qarl.process import vllm_unusable, vllm_without_device
@@ -103,12 +102,15 @@ def model_unavailable(
         return f"is built for cpu and cuda, not for {device_type}"
     if dtype != torch.bfloat16:
         return f"is built for BF16 weights, not for {dtype}"
-    if not family_of(config).aligned:
+    family = family_of(config)
+    if not family.aligned:
         return f"is built for {', '.join(ALIGNED)}, not for {config.model_type}"
+    if device_type not in family.layers:
+        return f"is built for {family.name} on {', '.join(family.layers)}, not on {device_type}"
     if why_not := rotary_unavailable(config, device_type):
         return why_not
-    if config.hidden_act not in ENGINE_ACTIVATIONS:
-        return f"is built for hidden_act silu, not {config.hidden_act}"
+    if config.hidden_act not in family.activations:
+        return f"is built for hidden_act {', '.join(family.activations)}, not {config.hidden_act}"
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         return "is built for full attention, not for sliding windows"
     return unavailable_on_cuda(config, capability, kernels) if device_type == "cuda" else None

@@ -56,11 +56,13 @@ _ROPE_KEYS = frozenset(
 
 @cache
 def read_keys(family: str) -> frozenset[str]:
-    """Return the keys that vLLM or transformers reads for `family`, without those inside `rope_parameters`."""
+    """Return the keys that vLLM or transformers reads for `family`, without those inside `rope_parameters`.
+
+    For a plugin's family, whose sources nobody has parsed, these are the keys that every family reads."""
     families = json.loads(TABLE.read_text())["families"]
     sides = (
         *families["llama"].values(),
-        *families[family].values(),
+        *families.get(family, {}).values(),
     )  # Llama's list has the files that all share
     return frozenset(
         key for side in sides for key in side if not key.startswith("rope_parameters.")

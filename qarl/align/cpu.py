@@ -190,3 +190,27 @@ def aligned_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.
 def align_module(module: nn.Module, mixin: type[nn.Module]) -> None:
     """Give `module` the forward of `mixin`. Its submodules and parameters stay the same."""
     module.__class__ = cast(Any, aligned_class)(mixin, type(module))
+
+
+def align_decoder_layers(
+    model: Any, *, engine_attends: bool, norm: type[nn.Module] = AlignedRMSNorm
+) -> dict[str, int]:
+    """Align the decoder layers and norms of a Llama-like causal LM. Return the number of them by kind.
+
+    `engine_attends`: whether attention is the engine's own operator. `norm`: the forward of all norms. It takes FP32 or
+    BF16 [..., hidden], and returns what the engine computes from the unrounded input, in BF16."""
+    layers = model.model.layers
+    norms = [model.model.norm]
+    for layer in layers:
+        align_module(layer, AlignedDecoderLayer)
+        norms += [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [
+            getattr(layer.self_attn, name)
+            for name in ("q_norm", "k_norm")
+            if hasattr(layer.self_attn, name)
+        ]
+        if engine_attends:
+            align_module(layer.self_attn, AlignedAttention)
+    for module in norms:
+        align_module(module, norm)
+    return {"decoder layers (residual, rotary)": len(layers), "norms": len(norms)}

@@ -10,7 +10,8 @@
 
 `align_model` applies levels `model` and `exact` where `qarl.align.applied_level` finds that they exist. For experts
 they also use the engine's router and, if the experts are BF16, the engine's operator. Other models and devices get the
-next lower level, and the report says why.
+next lower level, and the report says why. The model's family names the function that aligns its layers and norms
+(`qarl.families.base.Family.layers`).
 
 Where the operator cannot be called (an operator without this head size, a linear by the reference kernel), the order of
 attention's FP32 sums differs from the engine's. Then about one output in 10,000 is off by a BF16 step.
@@ -32,10 +33,7 @@ from torch import nn
 
 from qarl.align.applied_level import AppliedLevel, model_unavailable, resolve_level, unconfirmed
 from qarl.align.cpu import (
-    AlignedAttention,
-    AlignedDecoderLayer,
     AlignedLinear,
-    AlignedRMSNorm,
     align_module,
     aligned_class,
 )
@@ -45,7 +43,6 @@ from qarl.align.cpu_attention import (
     engine_attention,
     fp32_attention,
 )
-from qarl.align.cuda import align_layers
 from qarl.align.model_config import check_config_keys
 from qarl.align.packed_attention import register_attention, use_rows_attention
 from qarl.align.rotary import EngineRotaryEmbedding, head_size_of, is_plain, match_rotary
@@ -155,6 +152,7 @@ def align_model(
         missing = unconfirmed(
             applied.level, device_type, model.config, eager=eager, adapters=adapters
         )
+        align_layers = family_of(model.config).load_layers(device_type)
         return reported(align_layers(model), missing)
     replaced = _align_on_cpu(model, experts, engine_attends=applied.level.zero_mismatch)
     numbers = {kind: number for kind, number in replaced.items() if number}
@@ -180,19 +178,8 @@ def _align_on_cpu(
 
     `experts`: replacements of unquantized experts, by name. `engine_attends`: whether attention is the engine's own
     operator, and not PyTorch's in FP32."""
-    norms = [model.model.norm]
-    for layer in model.model.layers:
-        align_module(layer, AlignedDecoderLayer)
-        norms += [layer.input_layernorm, layer.post_attention_layernorm]
-        norms += [
-            getattr(layer.self_attn, name)
-            for name in ("q_norm", "k_norm")
-            if hasattr(layer.self_attn, name)
-        ]
-        if engine_attends:
-            align_module(layer.self_attn, AlignedAttention)
-    for norm in norms:
-        align_module(norm, AlignedRMSNorm)
+    align_layers = family_of(model.config).load_layers("cpu")
+    replaced = align_layers(model, engine_attends=engine_attends)
     align_rotary(model)
     attention = ENGINE_ATTENTION if engine_attends else FP32_ATTENTION
     register_attention(attention, engine_attention if engine_attends else fp32_attention)
@@ -207,13 +194,11 @@ def _align_on_cpu(
         elif type(module) is adapted_class(nn.Linear):  # the adapter adds to the product
             aligned = cast(Any, aligned_class)(AlignedLinear, nn.Linear)
             module.__class__ = cast(Any, adapted_class)(aligned)
-    count = len(model.model.layers)
-    replaced = {
-        "decoder layers (residual, rotary)": count,
-        "norms": len(norms),
-        f"attentions ({attention})": count,
+    return replaced | {
+        f"attentions ({attention})": len(model.model.layers),
+        "routers": len(routers(model)),
+        "BF16 experts": len(experts),
     }
-    return replaced | {"routers": len(routers(model)), "BF16 experts": len(experts)}
 
 
 def bf16_experts(

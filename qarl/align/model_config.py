@@ -9,9 +9,9 @@ the keys that vLLM or transformers reads, `config_keys_read.json`. Every key tha
     neither   no forward of these families reads the key
     refused   only one side uses the key, so values that have an effect are refused before anything runs
 
-A family says itself what it refuses, and why (`qarl.families.aligned`). `qarl.align.compared_keys` has the rule for
-the families that were compared only at `linears`. A key that neither side reads and no config class has
-is refused, unless it is null or one of `BOOKKEEPING`.
+A family says itself what it refuses, and why, and what becomes of keys that only it has (`qarl.families.aligned`).
+`qarl.align.compared_keys` has the rule for the families that were compared only at `linears`. A key that neither side
+reads and no config class has is refused, unless it is null or one of `BOOKKEEPING`.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ _KEYS: dict[str, str] = {
     "rswa_window target_layer_count thinker_config transf_decoder use_pad_token use_sep_token vision_config",
 }
 VERDICTS = {key: verdict for verdict, keys in _KEYS.items() for key in keys.split()}
-"""Key -> verdict `both`, `rotary` or `neither`, with a reason. A refusal by the model's family overrides it."""
-REFUSED = frozenset(key for family in ALIGNED.values() for key in family.refuses)
-"""Keys that at least one family refuses."""
+"""Key -> verdict `both`, `rotary` or `neither`, with a reason. What the model's family says overrides it."""
 
 BOOKKEEPING: dict[str, Allowed] = {
     **dict.fromkeys(
@@ -90,14 +88,30 @@ DECIDE_NOTHING = frozenset(
 """Keys that change nothing of a forward."""
 
 
+def refused_keys() -> frozenset[str]:
+    """Return the keys that at least one family refuses."""
+    return frozenset(key for family in ALIGNED.values() for key in family.refuses)
+
+
+def _keys_of_families() -> frozenset[str]:
+    """Return the keys on which at least one family says something."""
+    return refused_keys() | {key for family in ALIGNED.values() for key in family.keys}
+
+
 def verdict(family: str, key: str) -> str | None:
     """Return `both`, `rotary`, `neither` or `refused`, with a reason, or None if the key is in no group."""
-    if refusal := family_named(family).refuses.get(key):
+    described = family_named(family)
+    if refusal := described.refuses.get(key):
         return f"refused: {refusal.why}"
+    if key in described.keys:
+        return described.keys[key]
     if key.startswith("rope_parameters."):
         return _ROTARY
     return VERDICTS.get(
-        key, "neither: the class of this family does not read it" if key in REFUSED else None
+        key,
+        "neither: the class of this family does not read it"
+        if key in _keys_of_families()
+        else None,
     )
 
 
@@ -107,7 +121,7 @@ def _known_keys(kind: Any) -> frozenset[str]:
     from transformers import GenerationConfig
 
     own = vars(kind()).keys() | kind.attribute_map.keys()
-    read = read_keys(kind.model_type) | VERDICTS.keys() | REFUSED
+    read = read_keys(kind.model_type) | VERDICTS.keys() | _keys_of_families()
     return frozenset(own | read | BOOKKEEPING.keys() | GenerationConfig().to_dict().keys())
 
 

@@ -19,6 +19,34 @@ MEASURED = {family.name: family for family in measured.FAMILIES}
 """Families that were compared only at level `linears`."""
 
 
+def register(family: Family) -> Family:
+    """Add a family with levels `model` and `exact`, and return it. A plugin can do so (`qarl.plugins`).
+
+    Raises:
+        UserError: the name belongs to another family, or the family has no levels above `linears`. At `linears` the
+            keys that both sides read decide what is refused, and QaRL has read them only for families of its own.
+    """
+    if family_named(family.name) not in (family, Family(family.name)):
+        raise UserError(
+            f"there already is a family {family.name!r}",
+            where="qarl.families.register",
+            fix="give the model_type of the config another name",
+        )
+    if not family.aligned:
+        raise UserError(
+            f"the family {family.name!r} has no level above linears",
+            where="qarl.families.register",
+            why="its config keys would not be compared",
+            fix="set aligned=True and say in `layers` how, or add the family to qarl/families/measured.py",
+        )
+    return ALIGNED.setdefault(family.name, family)
+
+
+def unregister(name: str) -> None:
+    """Take back `register`."""
+    del ALIGNED[name]
+
+
 def family_named(name: str) -> Family:
     """Return the family that transformers calls `name`. One that QaRL does not train says nothing of itself."""
     return ALIGNED.get(name) or MEASURED.get(name) or Family(name)

@@ -18,9 +18,6 @@ from qarl.families.base import (
     unset_or,
 )
 
-ENGINE_ACTIVATIONS = ("silu",)
-"""Values of `hidden_act` that vLLM's classes for these families support."""
-
 
 def _no_window(value: Any, config: Any) -> bool:
     covers = isinstance(value, int) and value >= config.max_position_embeddings
@@ -33,7 +30,7 @@ def _some_experts(value: Any, config: Any) -> bool:
 
 _ALL = {
     "hidden_act": Refusal(
-        unset_or(*ENGINE_ACTIVATIONS), "vLLM's class supports only the activation silu"
+        unset_or(*Family.activations), "vLLM's class supports only the activation silu"
     ),
     "is_causal": Refusal(
         unset_or(True), "vLLM would attend to later tokens, but a policy must be causal"

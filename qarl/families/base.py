@@ -5,10 +5,16 @@ Does not import torch, so that the memory plan can ask without loading it.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+LLAMA_LAYERS = {
+    "cpu": "qarl.align.cpu:align_decoder_layers",
+    "cuda": "qarl.align.cuda:align_layers",
+}
+"""Device type -> what aligns decoder layers with two RMSNorms, each before its sublayer, and SwiGLU."""
 Allowed = Callable[[Any, Any], bool]
 """(value, config) -> whether trainer and engine compute the same with this value of a config key."""
 
@@ -33,8 +39,12 @@ class Family:
 
     name: str
     aligned: bool = False
-    """Whether levels `model` and `exact` exist: decoder layers with two norms, each before its sublayer
-    (`qarl.align.cpu`, `qarl.align.cuda`)."""
+    """Whether levels `model` and `exact` exist."""
+    layers: Mapping[str, str] = field(default_factory=lambda: LLAMA_LAYERS)
+    """Device type -> "module:function" that gives the model's layers, norms and attention the engine's arithmetic there
+    (`qarl.align.levels`). Levels `model` and `exact` exist on no other device."""
+    activations: tuple[str, ...] = ("silu",)
+    """Values of `hidden_act` that both sides compute alike on those devices."""
     linears_mismatch: float | None = None
     """Mean |δ| at level `linears` in W4A16, in nats per token, of a family that was compared only there."""
     plain_head: bool = False
@@ -56,6 +66,8 @@ class Family:
     """Whether vLLM's class is a `SupportsLoRA`."""
     refuses: Mapping[str, Refusal] = field(default_factory=dict)
     """Config key -> why it is refused, for an aligned family."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Config key that no older aligned family reads -> its verdict (`qarl.align.model_config`)."""
     compared: Mapping[str, Allowed] = field(default_factory=dict)
     """Config key -> which of its values both sides honour, for a family that was compared only at `linears`.
     benchmarks/results/family_keys_cpu.json has the measured rows."""
@@ -68,6 +80,12 @@ class Family:
     def trained(self) -> bool:
         """Whether trainer and engine were compared on a model of this family."""
         return self.aligned or self.linears_mismatch is not None
+
+    def load_layers(self, device_type: str) -> Callable[..., dict[str, int]]:
+        """Import and return the function of `layers` for this type of device."""
+        module, _, name = self.layers[device_type].partition(":")
+        loaded: Callable[..., dict[str, int]] = getattr(importlib.import_module(module), name)
+        return loaded
 
 
 def any_value(value: Any, config: Any) -> bool:

@@ -29,6 +29,7 @@ class ModelSize:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    layer_norms: int = 2
     experts: int = 0
     experts_per_token: int = 0
     moe_intermediate: int = 0
@@ -63,6 +64,7 @@ class ModelSize:
             o_bias=attention_bias,
             mlp_bias=bool(keys.get("mlp_bias")),
             qk_norm=family.head_norms,
+            layer_norms=family.layer_norms,
             experts=experts,
             experts_per_token=keys.get("num_experts_per_tok") or 0,
             moe_intermediate=keys.get("moe_intermediate_size") or 0,
@@ -112,7 +114,7 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        norms = (2 * self.layers + 1) * self.hidden + (
+        norms = (self.layer_norms * self.layers + 1) * self.hidden + (
             2 * self.head_dim * self.layers if self.qk_norm else 0
         )
         biases = self.layers * (

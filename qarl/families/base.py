@@ -53,6 +53,8 @@ class Family:
     """Whether q_proj, k_proj and v_proj have biases without a config key that says so."""
     head_norms: bool = False
     """Whether queries and keys are normalized."""
+    layer_norms: int = 2
+    """Number of norms of the hidden size in a decoder layer, for the memory plan."""
     experts: bool = False
     """Whether its models are mixtures of experts."""
     rotates_part: bool = False

@@ -65,6 +65,7 @@ FAMILIES = (
         name="cohere",
         linears_mismatch=3.1e-4,
         rotates_pairs=True,
+        layer_norms=1,
         compared={"layer_norm_eps": any_value, "logit_scale": any_value, "use_qk_norm": _FLAG},
         vllm_files=("commandr",),
     ),
@@ -89,6 +90,7 @@ FAMILIES = (
     Family(
         name="falcon",
         linears_mismatch=3.0e-3,
+        layer_norms=1,  # 2 with parallel_attn=false
         packs=False,  # in a pack, rows would even see each other
         adapters=False,
         compared={
@@ -103,10 +105,11 @@ FAMILIES = (
         },
     ),
     Family(name="gemma", linears_mismatch=8.0e-4, compared=_NORM),
-    Family(name="gemma2", linears_mismatch=5.2e-3, compared={**_NORM, **_GEMMA}),
+    Family(name="gemma2", linears_mismatch=5.2e-3, layer_norms=4, compared={**_NORM, **_GEMMA}),
     Family(
         name="gemma3_text",
         linears_mismatch=5.5e-3,
+        layer_norms=4,
         head_norms=True,
         compared={**_USUAL, **_GEMMA},
         vllm_files=("gemma3",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from engine_helpers import config
 from benchmarks.proofs.families import small_config
 from qarl.checks.layers import meta_model
 from qarl.checks.model import level_notes
+from qarl.checks.model_size import ModelSize
 from qarl.config.level import Level
 from qarl.errors import UserError
 from qarl.families import (
@@ -74,6 +76,12 @@ def test_what_is_neither_aligned_nor_measured_is_refused_by_name():
         check_family(hf_config)
 
 
+def first_layer(model: Any) -> list[str]:
+    """Names of the parameters of the first decoder layer, without the name of the layer."""
+    names = [name for name, _ in model.named_parameters()]
+    return [re.sub(r"^\w+\.0\.", "", name) for name in names if re.match(r"\w+\.0\.", name)]
+
+
 @pytest.mark.parametrize("name", [*ALIGNED, *MEASURED])
 def test_a_family_says_of_its_layers_what_transformers_builds(name):
     hf_config = small_config(name)
@@ -81,9 +89,18 @@ def test_a_family_says_of_its_layers_what_transformers_builds(name):
     parts = {part for name, _ in layers.named_parameters() for part in name.split(".")}
     assert ("q_norm" in parts) == family_named(name).head_norms
     assert ("experts" in parts) == family_named(name).experts
+    norms = [key for key in first_layer(layers) if re.fullmatch(r"(\w+norm|ln_\w+)\.weight", key)]
+    assert len(norms) == family_named(name).layer_norms
     has_key = getattr(hf_config, "attention_bias", False) or getattr(hf_config, "use_bias", False)
     biases = any(name.endswith("k_proj.bias") for name, _ in layers.named_parameters())
     assert biases == (family_named(name).qkv_bias or bool(has_key))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma", "gemma2", "gemma3_text"])
+def test_the_memory_plan_counts_all_parameters(name):
+    hf_config = small_config(name)
+    parameters = meta_model(hf_config).parameters()
+    assert ModelSize.from_config(hf_config).parameters == sum(p.numel() for p in parameters)
 
 
 def test_a_family_that_is_not_trained_says_nothing_of_itself():

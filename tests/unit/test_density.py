@@ -25,6 +25,7 @@ def product() -> Density:
 
 def test_a_line_says_one_thing() -> None:
     density = product()
+    print(density)  # the counts and the worst ten, with pytest -s
     assert density.heavy_lines <= MOST_HEAVY_LINES, str(density)
     assert density.heavy_statements <= MOST_HEAVY_STATEMENTS, str(density)
     assert density.packed_fraction <= MOST_PACKED, str(density)

@@ -128,7 +128,8 @@ class LinearKernel(Kernel):
     least_rows          the rows of x from which on a row has the same bits in any number of rows. With fewer, `linear`
                         pads x; so does the engine at level `model` (`qarl.rollout.vllm_plugin.cuda_linears`)
     multiplies_experts  whether experts with these operands are multiplied by it, one after another: by a reference in
-                        `ReferenceExperts`, by others in `CpuExperts`
+                        `ReferenceExperts`, by others in `CpuExperts`. Subclasses inherit it. Experts do not have packed
+                        weights with rounded activations
 
     Of a kernel with an option of its own (not only the engine's) `prepare` returns a `PreparedWeight`, whose two
     tensors the engine keeps as the parameters of a layer (`qarl.rollout.vllm_plugin.own_linears`).

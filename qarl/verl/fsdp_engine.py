@@ -62,7 +62,7 @@ from qarl.verl.keys import LOSS_MODES
 from qarl.verl.loss import MICRO_BATCH, MicroBatch, loss_mode, refuse_hidden_mismatch
 from qarl.verl.optimizer import build_optimizer, chosen_optimizer
 from qarl.verl.publication import encoded, publication, publish_timeout, reserved
-from qarl.verl.state_record import check_files, check_record, save_record
+from qarl.verl.state_record import check_before_loading, check_record, save_record
 from qarl.verl.step_measurements import log_mini_batch, log_prob_rows, summed
 from qarl.verl.training_steps import ActorSteps, TrainingStep, check_noise_once
 
@@ -381,8 +381,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             torch.distributed.barrier()
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        if self.quant is not None:
-            check_files(self, local_path)
+        check_before_loading(self, local_path)
         if self.adapters is not None:
             self.adapters.check_base(local_path)
         super().load_checkpoint(local_path, *args, **kwargs)

@@ -57,8 +57,8 @@ class SavedRows(PPOTrainer):
         timing = self.timing_raw | {"step": time.perf_counter() - began}
         epoch = (self.global_steps - 1) // self.steps_per_epoch
         loads = self._rollout_moe_lb_metrics_accumulator
-        self._rollout_moe_lb_metrics_accumulator = deepcopy(loads)  # verl counts the step later
         try:
+            self._rollout_moe_lb_metrics_accumulator = deepcopy(loads)  # verl counts the step later
             self._compute_metrics(
                 batch, metrics, timing, global_steps=self.global_steps, epoch=epoch
             )

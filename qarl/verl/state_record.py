@@ -92,21 +92,28 @@ def save_record(engine: Any, folder: str) -> None:
     write_json(_record(engine, folder), record | {TRAINED_WITH: json.dumps(settings_of(engine))})
 
 
-def check_files(engine: Any, folder: str) -> None:
-    """Raise UserError if one of this rank's files in `folder` could run code when verl unpickles it."""
-    refuse_code(sorted(Path(folder).glob(f"*_{_shard(engine)}.pt")))
+def check_before_loading(engine: Any, folder: str) -> None:
+    """Raise UserError if the actor multiplies in another way than in the run that saved `folder`, or if one of this
+    rank's files there could run code when verl unpickles it. A checkpoint of an actor without a section `quant` has no
+    record, so its settings are not compared."""
+    path = _record(engine, folder)
+    if path.is_file():
+        saved: State = json.loads(path.read_text(encoding="utf-8"))
+        check_settings(engine, saved.get(TRAINED_WITH), folder)
+    if engine.quant is not None:
+        refuse_code(sorted(Path(folder).glob(f"*_{_shard(engine)}.pt")))
 
 
 def check_record(engine: Any, folder: str) -> str:
     """Compare the state loaded from `folder` with its record. Return one line that says what was compared.
 
-    If something differs, raise a UserError that names up to eight tensors, or the settings.
+    If something differs, raise a UserError that names up to eight tensors.
     """
     path = _record(engine, folder)
     if not path.is_file():
         return f"{folder} has no record of QaRL's: loaded unchecked"
     saved: State = json.loads(path.read_text(encoding="utf-8"))
-    check_settings(engine, saved.pop(TRAINED_WITH, None), folder)
+    saved.pop(TRAINED_WITH, None)
     parts = _parts(engine.checkpoint_manager, "load") & {part_of(name) for name in saved}
     saved = {name: digest for name, digest in saved.items() if part_of(name) in parts}
     live = engine_state(engine, parts)

@@ -166,14 +166,16 @@ class CpuOwnExperts(CpuExperts):
 
     name = "qarl_cpu"
     options = (KernelChoice.QARL,)
+    layout = None  # its linears take codes as on the wire
 
 
 def _prepared(tensors: Tensors, linears: list[Any]) -> PreparedProduct:
     kernel = _kernel_of(tensors, linears)
     if hasattr(kernel, "prepare_stack"):
         return PreparedProduct(kernel, kernel.prepare_stack(tensors))
+    # A transport may use the memory of `tensors` again, and `prepare` may return what it got.
     each = (
-        {name: tensor[expert] for name, tensor in tensors.items()}
+        {name: tensor[expert].clone() for name, tensor in tensors.items()}
         for expert in range(sizes_of(tensors)[0])
     )
     return PreparedProduct(kernel, [kernel.prepare(expert) for expert in each])

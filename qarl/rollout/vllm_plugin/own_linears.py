@@ -100,6 +100,10 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
+def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 class OwnLinearKernel:
     """The part that all three classes share. `request`: what the engine was asked for when the layer was built.
 
@@ -152,6 +156,8 @@ class OwnLinearKernel:
             if _is_same(parameter, prepared):
                 continue  # the kernel reads it as on the wire
             if parameter.dtype == prepared.dtype and parameter.shape == prepared.shape:
+                if _shares_memory(parameter, prepared):  # a transposed view, say
+                    prepared = prepared.clone()
                 parameter.data.copy_(prepared)  # a CUDA graph may have captured the address
             else:
                 parameter.data = prepared
@@ -330,5 +336,8 @@ def _chosen(module: nn.Module) -> Any:
     """Return what multiplies the weight of a quantized linear or of quantized experts, or None for other modules."""
     if holds_experts(module):
         method = module.quant_method
-        return None if type(method).__name__ == "UnquantizedFusedMoEMethod" else method
+        names = {
+            kind.__name__ for kind in type(method).__mro__
+        }  # on CPUs it is a subclass of vLLM's
+        return None if "UnquantizedFusedMoEMethod" in names else method
     return kernel_of(module)

@@ -17,6 +17,8 @@ if not vllm_is_for_cpus():
     pytest.skip(NO_VLLM_CPU, allow_module_level=True)
 
 from qarl.kernels import registry
+from qarl.kernels.base import LinearKernel
+from qarl.kernels.linear_kernels import LINEAR_KERNELS
 from qarl.plugins import VARIABLE, load_plugins
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme, quantize
@@ -37,8 +39,15 @@ def _plugin() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "")
         load_plugins([str(ROOT / f"tests/support/plugins/{NAME}.py")])
+        if NAME not in [kernel.name for kernel in LINEAR_KERNELS]:  # another test has removed it
+            registry.register(loaded_kernel())
         yield
     registry.unregister(NAME)
+
+
+def loaded_kernel() -> Any:
+    """The plugin's kernel, which is loaded only once in a process."""
+    return next(kind for kind in LinearKernel.__subclasses__() if kind.name == NAME)
 
 
 def engines_layer(kind: str, scheme: str) -> Any:
@@ -105,3 +114,31 @@ def test_fp8_is_written_through_vllms_view() -> None:
     wire = quantize(weight, get_scheme("fp8")).tensors
     assert torch.equal(layer.weight.t().float(), wire["weight"].float())
     assert torch.equal(layer.weight_scale, wire["weight_scale"])
+
+
+def test_a_square_weight_may_be_a_transposed_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the parameter's own memory and shape."""
+    kernel = registry.own_kernel(QARL, get_scheme("w8a8").operands)
+    monkeypatch.setattr(
+        kernel,
+        "prepare",
+        staticmethod(lambda tensors: (tensors["weight"].t(), tensors["weight_scale"])),
+    )
+    layer = engines_layer("QaRLInt8LinearKernel", "w8a8")
+    codes = torch.arange(64, dtype=torch.int8).repeat(64, 1)
+    layer.weight = nn.Parameter(codes.clone(), requires_grad=False)
+    layer.scheme.kernel.process_weights_after_loading(layer)
+    assert torch.equal(layer.weight, codes.t())
+
+
+def test_bf16_experts_beside_own_kernels_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs their method is a subclass of vLLM's."""
+
+    class UnquantizedFusedMoEMethod:
+        pass
+
+    class RepairedMethod(UnquantizedFusedMoEMethod):
+        pass
+
+    monkeypatch.setattr(own_linears, "holds_experts", lambda module: True)
+    assert own_linears._chosen(SimpleNamespace(quant_method=RepairedMethod())) is None

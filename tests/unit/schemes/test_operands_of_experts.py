@@ -165,3 +165,17 @@ def test_the_engine_stores_and_writes_it() -> None:
     expected = CpuOwnExperts.forward(x, topk_weights, ids, prepared)
     assert torch.equal(inner.kernel.forward(x, topk_weights, ids, inner.prepared), expected)
     assert method.storage() == [{}, {}]
+
+
+def test_prepared_experts_do_not_read_the_transports_memory() -> None:
+    """A transport uses the memory of a unit again for the next one."""
+    scheme = get_scheme(NAME)
+    x, weights, ids, gate_up, down = make(SHAPE, 5)
+    wire = stacked(gate_up, NAME), stacked(down, NAME)
+    prepared = CpuOwnExperts.prepare(*wire, scheme.operands)
+    expected = CpuOwnExperts.forward(x, weights, ids, prepared)
+    for stack in wire:
+        for tensor in stack.values():
+            tensor.zero_()
+    assert torch.equal(CpuOwnExperts.forward(x, weights, ids, prepared), expected)
+    assert expected.count_nonzero() and CpuOwnExperts.layout is None

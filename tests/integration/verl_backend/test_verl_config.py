@@ -34,7 +34,7 @@ from qarl.verl.environment import (
     check_sockets,
     worker_environment,
 )
-from qarl.verl.keys import OWN_KEYS, STOPS
+from qarl.verl.keys import OWN_KEYS, STOPS, environment_keys
 from qarl.verl.run import dry_run, verl_config
 
 pytestmark = pytest.mark.usefixtures("own_environment")
@@ -241,6 +241,16 @@ def test_rays_own_folder_counts_in_place_of_the_temporary_one(monkeypatch, added
     with pytest.raises(UserError, match="too long for Ray") as caught:
         check_sockets(quickstart(verl={f"{added}{TEMP_DIR}": f"{longest}y"}), on_cpu=True)
     assert caught.value.where == f"verl.{TEMP_DIR}"
+
+
+@pytest.mark.parametrize("key", environment_keys())
+def test_an_environment_has_no_keys_of_verls_loops_beside_it(key):
+    """Both sections set the same key of verl, and the section `verl` would win without a word."""
+    environment = {"rollout.environment": "qarl.demo.calculator:answer"}
+    run = quickstart(**environment, verl={key: None})
+    with pytest.raises(UserError, match="but QaRL has its own keys for that") as caught:
+        verl_config(run, on_cpu=True)
+    assert caught.value.where == f"verl.{key}" and environment_keys()[key] in caught.value.fix
 
 
 @pytest.mark.parametrize("key", OWN_KEYS)

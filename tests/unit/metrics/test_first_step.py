@@ -68,3 +68,10 @@ def test_the_evaluation_before_it_is_not_the_first_step(tmp_path: Path) -> None:
         tracker.log({"val/accuracy": 0.0}, 0)
         tracker.log(EQUAL, 1)
     assert len(messages) == 1 and messages[0].startswith("step 1: nothing can be learned")
+
+
+def test_a_first_step_whose_responses_are_all_masked_teaches_nothing(tmp_path: Path) -> None:
+    """No advantages are left then, so that no rewards are equal."""
+    (message,) = printed(tmp_path, LEARNS | {"overlong/masked_frac": 1.0})
+    assert "actor.mask_truncated_responses leaves them all out" in message
+    assert not printed(tmp_path / "other", LEARNS | {"overlong/masked_frac": 0.9})
